@@ -6,8 +6,8 @@ is replaced, so parameter names do not change.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -16,9 +16,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import no_split_blocks
 from fsdp_shard.sharding.config import ShardConfig
-from fsdp_shard.utils import is_costly_operator, version, view_base
+from fsdp_shard.utils import (
+    TorchDispatchMode,
+    changed_arguments,
+    is_costly_operator,
+    plain_parts,
+    storage_key,
+    tensors_in,
+    version,
+    view_base,
+)
 
 _Forward = Callable[..., Any]
 
@@ -35,12 +45,12 @@ def recompute_blocks(model: nn.Module, settings: ShardConfig) -> list[nn.Module]
         block.fqn: model.get_submodule(block.fqn) for block in no_split_blocks(model, settings.blocks) if block.repeated
     }
     is_selective = settings.activation_checkpointing == "selective"
-    # torch.compile does not support `context_fn`, even if it is torch's own default.
-    options: dict[str, Any] = (
-        {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if is_selective else {}
-    )
     for fqn in recomputed_fqns(list(blocks), settings.activation_checkpointing):
         forward = blocks[fqn].forward
+        # torch.compile does not support any other `context_fn`; in its graphs, nothing is changed in place.
+        contexts = partial(create_selective_checkpoint_contexts, _policy)
+        contexts = contexts if settings.compile is not False else partial(_contexts, blocks[fqn])
+        options: dict[str, Any] = {"context_fn": contexts} if is_selective else {}
         blocks[fqn].forward = wraps(forward)(partial(checkpoint, forward, use_reentrant=False, **options))
     return list(blocks.values())
 
@@ -315,6 +325,91 @@ class _Copies:
         """Keep copies from reusing the memory of `tensor` before later computations have read it."""
         if self._stream is not None:
             tensor.record_stream(torch.cuda.current_stream(self._device))
+
+
+def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts of a selective forward pass and of its recomputation.
+
+    The recomputation gets kept results as they are then. If the block has changed one in place, all that is computed
+    from it would be wrong. torch notices changes of a few operators only, as the view that a linear layer returns has a
+    version of its own, and it does so even if nothing is computed from it any more.
+    """
+    kept, recomputed = create_selective_checkpoint_contexts(_policy, allow_cache_entry_mutation=True)
+    changed: _Changed = {}
+    return _forward(kept, changed), _Recomputation(recomputed, changed, type(block).__name__)
+
+
+@contextmanager
+def _forward(kept: AbstractContextManager[object], changed: "_Changed") -> Iterator[None]:
+    with _NotedChanges(changed), kept:
+        yield
+
+
+# Kept results that were changed in place, by storage, and the operator that did.
+_Changed = dict[int, tuple[torch.Tensor, str]]
+
+
+class _NotedChanges(TorchDispatchMode):
+    """Notes in `changed` which of the kept results are changed in place."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, changed: _Changed) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._changed = changed
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for key in _storages(changed_arguments(func, args, kwargs)):
+            if key in self._kept:
+                self._changed[key] = self._kept[key], func.name()
+        result = func(*args, **kwargs)
+        if is_costly_operator(func):
+            self._kept |= _storages(result)
+        return result
+
+
+class _Recomputation(AbstractContextManager[None]):
+    """torch's context of a recomputation, in which nothing may be computed from changed results."""
+
+    def __init__(self, context: AbstractContextManager[object], changed: _Changed, block: str) -> None:
+        self._context, self._changed, self._block = context, changed, block
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        self._entered.enter_context(self._context)
+        if self._changed:
+            self._entered.enter_context(_RefusedReads(self._changed, self._block))
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+
+
+class _RefusedReads(TorchDispatchMode):
+    """Raises ConfigError if an operator is given a changed result."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, changed: _Changed, block: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._changed, self._block = changed, block
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for key in _storages((args, kwargs)):
+            if key in self._changed:
+                _, operator = self._changed[key]
+                raise ConfigError(
+                    f"shard.activation_checkpointing=selective does not work for {self._block}: {operator} "
+                    f"changes a result in place that is kept for the backward pass, and computed with again there. Use "
+                    f"shard.activation_checkpointing=true."
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _storages(value: Any) -> dict[int, torch.Tensor]:
+    """The tensors in a nested value by their storages."""
+    return {storage_key(part.untyped_storage()): part for part in plain_parts(tensors_in(value))}
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -110,6 +110,7 @@ from .torch_private import (
     FakeTensorMode as FakeTensorMode,
     TorchDispatchMode as TorchDispatchMode,
     at_end_of_backward as at_end_of_backward,
+    changed_arguments as changed_arguments,
     changes_arguments as changes_arguments,
     clear_sharding_caches as clear_sharding_caches,
     fake_all_reduce as fake_all_reduce,

@@ -305,6 +305,22 @@ def changes_arguments(operator: Any) -> bool:
     return bool(operator._schema.is_mutable)
 
 
+def changed_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The values of the arguments that an operator declares to change in place.
+
+    Without it, selective checkpointing would recompute from changed results, and nobody would notice.
+
+    Args:
+        operator: The operator passed to a dispatch mode; those of higher order declare none.
+        args: Its arguments.
+        kwargs: Those given by name.
+    """
+    arguments = getattr(getattr(operator, "_schema", None), "arguments", ())
+    values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    changed = [argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write]
+    return [values[name] for name in changed if name in values]
+
+
 def is_faking() -> bool:
     """Whether a fake tensor mode is active. Without it, DTensor's shape computations would be counted."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

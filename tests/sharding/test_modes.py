@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -190,6 +191,43 @@ def test_selective_checkpointing_with_units_inside_of_blocks_is_refused(
     check_shardable(llama(), wrapper(activation_checkpointing=True, **more))
     with pytest.raises(ConfigError, match=r"cannot be combined with units inside of blocks, such as model\.layers\.0"):
         check_shardable(llama(), wrapper(activation_checkpointing="selective", **more))
+
+
+def clipped(x: torch.Tensor, up: nn.Module, down: nn.Module) -> torch.Tensor:
+    """As OLMo's queries."""
+    return down(up(x).clamp_(-0.01, 0.01))
+
+
+def read_before(x: torch.Tensor, up: nn.Module, down: nn.Module) -> torch.Tensor:
+    y = up(x)
+    z = down((y * 2).sin())
+    y.add_(1)
+    return z
+
+
+def added_last(x: torch.Tensor, up: nn.Module, down: nn.Module) -> torch.Tensor:
+    """As Falcon and Llama 4, in which nothing follows that the backward pass needs."""
+    return down(up(x).sin()).add_(x)
+
+
+@pytest.mark.parametrize(("mlp", "operator"), [(clipped, "clamp_"), (read_before, "add_"), (added_last, "")])
+def test_kept_results_that_a_block_changes_in_place(mlp: Any, operator: str) -> None:
+    """torch would recompute from what they have become, and give wrong gradients."""
+    grads = []
+    for kind in ("none", "selective"):
+        model = llama(layers=2)
+        for layer in model.model.layers:
+            layer.mlp.forward = partial(mlp, up=layer.mlp.up_proj, down=layer.mlp.down_proj)
+        recompute_blocks(model, Fsdp2Config(activation_checkpointing=kind))
+        loss = model(input_ids=token_batch(0), labels=token_batch(0), use_cache=False).loss
+        if kind == "selective" and operator:
+            message = rf"=selective does not work for LlamaDecoderLayer: aten::{operator}.* changes a result in place"
+            with pytest.raises(ConfigError, match=message):
+                loss.backward()
+            return
+        loss.backward()
+        grads.append([param.grad for param in model.parameters() if param.grad is not None])
+    assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
 
 
 def test_offload_of_what_stays_is_refused() -> None:
