@@ -49,7 +49,7 @@ def recompute_blocks(model: nn.Module, settings: ShardConfig) -> list[nn.Module]
         forward = blocks[fqn].forward
         # torch.compile does not support any other `context_fn`; in its graphs, nothing is changed in place.
         contexts = partial(create_selective_checkpoint_contexts, _policy)
-        contexts = contexts if settings.compile is not False else partial(_contexts, blocks[fqn])
+        contexts = contexts if settings.compile is not False else partial(_contexts, type(blocks[fqn]).__name__)
         options: dict[str, Any] = {"context_fn": contexts} if is_selective else {}
         blocks[fqn].forward = wraps(forward)(partial(checkpoint, forward, use_reentrant=False, **options))
     return list(blocks.values())
@@ -327,8 +327,8 @@ class _Copies:
             tensor.record_stream(torch.cuda.current_stream(self._device))
 
 
-def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The contexts of a selective forward pass and of its recomputation.
+def _contexts(block: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts of a selective forward pass and of its recomputation; `block` is the name of the block's class.
 
     The recomputation gets kept results as they are then. If the block has changed one in place, all that is computed
     from it would be wrong. torch notices changes of a few operators only, as the view that a linear layer returns has a
@@ -336,7 +336,7 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
     """
     kept, recomputed = create_selective_checkpoint_contexts(_policy, allow_cache_entry_mutation=True)
     changed: _Changed = {}
-    return _forward(kept, changed), _Recomputation(recomputed, changed, type(block).__name__)
+    return _forward(kept, changed), _Recomputation(recomputed, changed, block)
 
 
 @contextmanager
