@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CohereConfig, T5Config, ViTConfig
+from transformers import CohereConfig, GptOssConfig, T5Config, ViTConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fsdp_shard.config import OPTIONS
@@ -206,6 +206,18 @@ def test_plans_that_share_what_was_recorded_are_those_of_each_run_alone() -> Non
     ]
     for settings in runs:
         assert plan_memory(llama_config(), planned(**settings), cache) == plan(**settings), settings
+
+
+def test_selective_recomputation_of_changed_results_has_no_peak() -> None:
+    config = GptOssConfig(
+        architectures=["GptOssForCausalLM"], hidden_size=32, intermediate_size=16, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, vocab_size=64,
+        layer_types=["full_attention", "sliding_attention"],
+    )  # fmt: skip
+    found = plan_memory(config, planned(shard=Fsdp2Config(activation_checkpointing="selective")))
+    assert found.problem
+    assert "selective does not work for GptOssDecoderLayer" in found.problem
+    assert plan_memory(config, planned(shard=Fsdp2Config(activation_checkpointing=True))).problem is None
 
 
 @pytest.mark.long
