@@ -327,6 +327,10 @@ class _Copies:
             tensor.record_stream(torch.cuda.current_stream(self._device))
 
 
+# Kept results that were changed in place, by storage, and the operator that did.
+_Changed = dict[int, tuple[torch.Tensor, str]]
+
+
 def _contexts(block: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of a selective forward pass and of its recomputation; `block` is the name of the block's class.
 
@@ -340,22 +344,29 @@ def _contexts(block: str) -> tuple[AbstractContextManager[None], AbstractContext
 
 
 @contextmanager
-def _forward(kept: AbstractContextManager[object], changed: "_Changed") -> Iterator[None]:
+def _forward(kept: AbstractContextManager[object], changed: _Changed) -> Iterator[None]:
     with _NotedChanges(changed), kept:
         yield
 
 
-# Kept results that were changed in place, by storage, and the operator that did.
-_Changed = dict[int, tuple[torch.Tensor, str]]
-
-
-class _NotedChanges(TorchDispatchMode):
-    """Notes in `changed` which of the kept results are changed in place."""
+class _Mode(TorchDispatchMode):
+    """What a mode needs so that functions compiled within a block, such as flex attention, run as without it."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, changed: _Changed) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class _NotedChanges(_Mode):
+    """Notes in `changed` which of the kept results are changed in place."""
+
+    def __init__(self, changed: _Changed) -> None:
+        super().__init__()
         self._changed = changed
         self._kept: dict[int, torch.Tensor] = {}
 
@@ -386,13 +397,11 @@ class _Recomputation(AbstractContextManager[None]):
         self._entered.__exit__(*error)
 
 
-class _RefusedReads(TorchDispatchMode):
+class _RefusedReads(_Mode):
     """Raises ConfigError if an operator is given a changed result."""
 
-    supports_higher_order_operators = True
-
     def __init__(self, changed: _Changed, block: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        super().__init__()
         self._changed, self._block = changed, block
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

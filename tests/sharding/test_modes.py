@@ -230,6 +230,25 @@ def test_kept_results_that_a_block_changes_in_place(mlp: Any, operator: str) -> 
     assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's
+def test_what_a_block_compiles_stays_compiled_under_selective_checkpointing() -> None:
+    """As flex attention, which would compute all scores otherwise."""
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    model = llama(layers=2)
+    activation = torch.compile(lambda x: x.sin() * x.cos(), backend=backend)
+    for layer in model.model.layers:
+        layer.mlp.act_fn.forward = activation
+    recompute_blocks(model, Fsdp2Config(activation_checkpointing="selective"))
+    model(input_ids=token_batch(0), labels=token_batch(0), use_cache=False).loss.backward()
+    torch._dynamo.reset()
+    assert compiled
+
+
 def test_offload_of_what_stays_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"activation_offload=true moves nearly nothing with .*=selective"):
         check(Fsdp2Config(activation_offload=True, activation_checkpointing="selective"))
