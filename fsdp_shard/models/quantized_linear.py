@@ -140,7 +140,6 @@ class QuantizedWeight(nn.Module):
         self.rows = nn.Parameter(rows, requires_grad=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        # torch leaves `apply` untyped.
         product: torch.Tensor = _Product.apply(inputs, self.rows, self.code, self.shape)  # type: ignore[no-untyped-call]  # untyped in torch
         return product
 

@@ -111,7 +111,6 @@ from .torch_private import (
     TorchDispatchMode as TorchDispatchMode,
     at_end_of_backward as at_end_of_backward,
     changed_arguments as changed_arguments,
-    changes_arguments as changes_arguments,
     clear_sharding_caches as clear_sharding_caches,
     fake_all_reduce as fake_all_reduce,
     fake_all_to_all as fake_all_to_all,

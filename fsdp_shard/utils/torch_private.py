@@ -300,15 +300,11 @@ def without_fakes() -> AbstractContextManager[object]:
     return found
 
 
-def changes_arguments(operator: Any) -> bool:
-    """Whether an operator declares that it changes arguments in place. Without it, all values would be unknown."""
-    return bool(operator._schema.is_mutable)
-
-
 def changed_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The values of the arguments that an operator declares to change in place.
 
-    Without it, selective checkpointing would recompute from changed results, and nobody would notice.
+    Without it, selective checkpointing would recompute from changed results, and nobody would notice; a trace would not
+    know the values that routers of experts compute.
 
     Args:
         operator: The operator passed to a dispatch mode; those of higher order declare none.

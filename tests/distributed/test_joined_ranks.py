@@ -18,11 +18,14 @@ def _start(place: Path, *arguments: str, **variables: str) -> subprocess.Popen[s
     return subprocess.Popen(command, cwd=place, env=environment() | variables, stderr=subprocess.PIPE, text=True)
 
 
-def _one_run(place: Path, num_ranks: int) -> None:
-    """All ranks worked in one directory, which is named by the time, and one of them wrote the config."""
+def _one_run(place: Path, *ranks: subprocess.Popen[str]) -> None:
+    """All ranks end well, worked in one directory, which is named by the time, and one of them wrote the config."""
+    for rank in ranks:
+        assert rank.communicate(timeout=100)[1] == ""
+        assert rank.returncode == 0
     (made,) = (place / "outputs" / "finetune").iterdir()
-    assert sorted(file.name for file in made.iterdir()) == ["config.yaml", *(f"rank-{r}" for r in range(num_ranks))]
-    assert (made / "rank-0").read_text() == f"0 of {num_ranks}"
+    assert sorted(file.name for file in made.iterdir()) == ["config.yaml", *(f"rank-{r}" for r in range(len(ranks)))]
+    assert (made / "rank-0").read_text() == f"0 of {len(ranks)}"
 
 
 @pytest.mark.long
@@ -32,10 +35,7 @@ def test_two_machines_meet(tmp_path: Path) -> None:
     first = _start(tmp_path, *machines)
     time.sleep(1.1)  # so that each would name its directory by another second
     second = _start(tmp_path, *machines)
-    for process in (first, second):
-        assert process.communicate(timeout=100)[1] == ""
-        assert process.returncode == 0
-    _one_run(tmp_path, 2)
+    _one_run(tmp_path, first, second)
 
 
 @pytest.mark.long
@@ -46,10 +46,7 @@ def test_the_tasks_of_srun_are_ranks(tmp_path: Path) -> None:
     first = _start(tmp_path, SLURM_PROCID="0", SLURM_LOCALID="0", **slurm)
     time.sleep(1.1)
     second = _start(tmp_path, SLURM_PROCID="1", SLURM_LOCALID="1", **slurm)
-    for process in (first, second):
-        assert process.communicate(timeout=100)[1] == ""
-        assert process.returncode == 0
-    _one_run(tmp_path, 2)
+    _one_run(tmp_path, first, second)
 
 
 @pytest.mark.long

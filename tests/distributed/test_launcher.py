@@ -12,9 +12,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -38,6 +36,7 @@ from fsdp_shard.distributed.signals import Stopped
 from fsdp_shard.distributed.started_ranks import first_node, joins, slurm_variables
 from fsdp_shard.errors import ConfigError, DataError, Interrupted, LossError, RankError, RunError
 from tests.support.commands import OWN_RECIPE, environment, hear_signals, run
+from tests.support.ranks import Launched
 
 _TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 _SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
@@ -290,21 +289,11 @@ def test_without_numactl_ranks_are_not_bound_and_say_so(tmp_path: Path, monkeypa
     assert describe_missing_numactl(auto) == [], "started by others"
 
 
-@dataclass
-class _Run:
-    """The least that `launch` takes."""
-
-    run_dir: str
-    launch: LaunchConfig
-    debug: bool = False
-    per_machine: ClassVar[tuple[str, ...]] = ()
-
-
 @pytest.mark.skipif(torch.version.cuda is not None, reason="asks torch about a GPU, which one without CUDA refuses")
 def test_what_binding_raises_before_a_rank_works_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=False)
     monkeypatch.setattr(local_workers, "numa_options", lambda settings: options)
-    run = _Run(str(tmp_path), LaunchConfig(ranks=2, device="cpu"))
+    run = Launched(str(tmp_path), LaunchConfig(ranks=2, device="cpu"))
     with pytest.raises(RankError) as raised:
         launch(lambda config: None, run)
     said = (
@@ -687,7 +676,7 @@ def test_torch_on_gpus_is_set_up_where_the_user_has_not(monkeypatch: pytest.Monk
     for device, given in (("auto", None), ("cpu", None), ("auto", "max_split_size_mb:64")):
         if given is not None:
             monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", given)
-        launch(work, _Run("x", LaunchConfig(device=device)))
+        launch(work, Launched("x", LaunchConfig(device=device)))
     assert seen[0]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert seen[0]["TORCH_FR_BUFFER_SIZE"] == "2000"
     assert set(seen[1].values()) == {None}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from fsdp_shard.training import train
 from tests.gpu.child import Bench, NotInstalledError, apart
 from tests.gpu.loops import Job, filled_alike, training_run
 from tests.gpu.models import config_of
-from tests.support.ranks import on_ranks
+from tests.support.ranks import Launched, on_ranks
 
 check = pytest.mark.check
 _FLOAT32 = {"param_dtype": "float32", "reduce_dtype": "float32"}
@@ -72,15 +72,7 @@ def test_losses_on_two_ranks_are_those_of_one(mode: str, bench: Bench) -> None:
     bench.record(f"{mode} on 2 ranks: losses beside one rank", worst, "relative", at_most=1e-4, exact=True)
 
 
-@dataclass
-class _Run:
-    run_dir: str
-    launch: LaunchConfig
-    debug: bool = False
-    per_machine: ClassVar[tuple[str, ...]] = ()
-
-
-def _is_killed(config: _Run) -> None:
+def _is_killed(config: Launched) -> None:
     """Rank 1 is killed while rank 0 is in a collective with it."""
     with init_distributed(config.launch.device, timeout_seconds=config.launch.timeout_seconds) as context:
         tensor = torch.ones(1 << 20, device=context.device)
@@ -93,7 +85,7 @@ def _is_killed(config: _Run) -> None:
 
 
 def _seconds_to_notice(directory: str, kind: str) -> tuple[float, str]:
-    config = _Run(directory, LaunchConfig(ranks=2, device=kind, timeout_seconds=100))
+    config = Launched(directory, LaunchConfig(ranks=2, device=kind, timeout_seconds=100))
     try:
         launch(_is_killed, config)
     except RankError as error:

@@ -10,16 +10,27 @@ import pickle
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from fsdp_shard.distributed import DistributedContext, init_distributed
+from fsdp_shard.distributed import DistributedContext, LaunchConfig, init_distributed
 
 # Fork, not spawn: the ranks begin with everything imported (1 s instead of 20 s on two cores).
 _FORK = multiprocessing.get_context("fork")
+
+
+@dataclass
+class Launched:
+    """The least that `launch` takes as a config."""
+
+    run_dir: str
+    launch: LaunchConfig
+    debug: bool = False
+    per_machine: ClassVar[tuple[str, ...]] = ()
 
 
 def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor, context: DistributedContext) -> float:

@@ -27,7 +27,7 @@ from fsdp_shard.planning.trace import known_values
 from fsdp_shard.utils import (
     FakeTensorMode,
     TorchDispatchMode,
-    changes_arguments,
+    changed_arguments,
     in_backward,
     is_faking,
     plain_parts,
@@ -168,7 +168,8 @@ class LiveStorages(TorchDispatchMode):
 
     def _follow(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
         """Follow the values that an operator creates or changes; views share those of their storage."""
-        if changes_arguments(func) or func.name().startswith("c10d::"):  # collectives do not declare what they change
+        # Collectives do not declare what they change.
+        if changed_arguments(func, args, kwargs) or func.name().startswith("c10d::"):
             if not known_values.change(func, args, kwargs, self._value_of):
                 for tensor in tensors_in((made, args[:1], kwargs.get("out"))):
                     self._set_values(tensor, None)
