@@ -372,13 +372,17 @@ class _NotedChanges(_Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for key in _storages(changed_arguments(func, args, kwargs)):
-            if key in self._kept:
-                self._changed[key] = self._kept[key], func.name()
+        if changed := changed_arguments(func, args, kwargs):
+            self._note(func, changed)
         result = func(*args, **kwargs)
         if is_costly_operator(func):
             self._kept |= _storages(result)
         return result
+
+    def _note(self, func: Any, changed: list[Any]) -> None:
+        for key in _storages(changed):
+            if key in self._kept:
+                self._changed[key] = self._kept[key], func.name()
 
 
 class _Recomputation(AbstractContextManager[None]):

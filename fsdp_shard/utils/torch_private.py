@@ -5,6 +5,7 @@ Imported lazily through `utils`, so torch is loaded only if one of these is used
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ _COSTLY_OPERATORS = frozenset((
 ))  # fmt: skip
 
 
+@cache  # dispatch modes ask for each operator of a forward pass
 def is_costly_operator(operator: Any) -> bool:
     """Whether an operator is a matrix product, attention or a collective: nearly all of a forward pass's time.
 
@@ -311,10 +313,17 @@ def changed_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
         args: Its arguments.
         kwargs: Those given by name.
     """
-    arguments = getattr(getattr(operator, "_schema", None), "arguments", ())
-    values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-    changed = [argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write]
-    return [values[name] for name in changed if name in values]
+    if not (changed := _changed_by(operator)):
+        return []
+    values = (args[number] if number < len(args) else kwargs.get(name) for number, name in changed)
+    return [value for value in values if value is not None]
+
+
+@cache
+def _changed_by(operator: Any) -> tuple[tuple[int, str], ...]:
+    """The number and the name of each argument that an operator declares to change."""
+    arguments = enumerate(getattr(getattr(operator, "_schema", None), "arguments", ()))
+    return tuple((number, each.name) for number, each in arguments if each.alias_info and each.alias_info.is_write)
 
 
 def is_faking() -> bool:
