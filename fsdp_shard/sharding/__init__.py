@@ -7,7 +7,7 @@ The wrappers, a file each, chosen by `registry`:
     fsdp2, fsdp1, ddp; `prepare_model` has the steps common to them
 Before a wrapper:
     tensor_parallel, expert_parallel, context_parallel/ divide layers, experts and sequences
-    activation_checkpointing
+    activation_checkpointing recomputes blocks; activations/ has its selective kind, and activation offload
 A sharded model:
     module_shards     this rank's shards of it, for checkpoints
     gradients         clipping, and backward passes without reduction

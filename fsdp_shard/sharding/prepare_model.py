@@ -13,11 +13,8 @@ from transformers import PreTrainedModel
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import no_split_blocks, rebuild_buffers
-from fsdp_shard.sharding.activation_checkpointing import (
-    offload_blocks,
-    recompute_blocks,
-    recomputed_fqns,
-)
+from fsdp_shard.sharding.activation_checkpointing import recompute_blocks, recomputed_fqns
+from fsdp_shard.sharding.activations.activation_offload import offload_blocks
 from fsdp_shard.sharding.config import ShardConfig, Unit
 from fsdp_shard.sharding.context_parallel.attention import resolve_context_method, use_context_parallel
 from fsdp_shard.sharding.wrap_policy import plan_units

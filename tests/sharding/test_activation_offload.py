@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.sharding.activation_checkpointing import _Copies, _SavedTensor, offload_blocks, recompute_blocks
+from fsdp_shard.sharding.activation_checkpointing import recompute_blocks
+from fsdp_shard.sharding.activations.activation_offload import _Copies, _SavedTensor, offload_blocks
 from fsdp_shard.sharding.registry import Fsdp2Config
 from tests.support.ranks import on_ranks
 from tests.support.tiny import llama, token_batch
