@@ -123,7 +123,7 @@ def report(work: Path) -> str:
         "# Architectures",
         "",
         f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}. Written by "
-        "`python benchmarks/coverage.py`; use `--only` and `--stage` to repeat parts of it.",
+        "`make bench-coverage WORK=DIR`, which goes on where it was stopped; the reasons are the errors of that time.",
         "",
         "*Structure*: each class is built on meta with its real widths and at most 4 layers, resolved into blocks, and",
         "sharded by fsdp2 on two ranks. *Training*: each class is trained with random weights, 2 layers and small",
@@ -180,7 +180,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--seconds", type=float, default=120, help="limit for each model")
     parser.add_argument("--memory-gb", type=float, default=6, help="limit for each process")
-    parser.add_argument("--report", type=Path, default=REPORT, help="file to write")
+    parser.add_argument("--report", type=Path, help="file to write; docs/coverage.md, but with --only the terminal")
     chosen = parser.parse_args(arguments)
     chosen.work.mkdir(parents=True, exist_ok=True)
     for stage in STAGES if chosen.stage is None else [chosen.stage] if chosen.stage != "none" else []:
@@ -192,7 +192,10 @@ def main(arguments: Sequence[str]) -> None:
                 known[case.name] = run_case(case, stage, chosen.seconds, int(chosen.memory_gb * 2**30))
                 log.write_text("".join(json.dumps(row) + "\n" for row in known.values()))
                 print(stage, json.dumps(known[case.name]), flush=True)
-    chosen.report.write_text(report(chosen.work))
+    if chosen.report is None and chosen.only:
+        print(report(chosen.work))
+        return
+    (chosen.report or REPORT).write_text(report(chosen.work))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from fsdp_shard.checkpoint.steps.file_plan import DCP_METADATA, INDEX_FILE
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST
 from fsdp_shard.checkpoint.steps.shard_headers import has_described_headers
 from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, read_shard_index
+from fsdp_shard.checkpoint.steps.step_store import LATEST, StepStore, parse_step
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import first_few, format_count
 
@@ -71,6 +72,11 @@ def check_target(target: Path, index: TensorIndex, replaced: Collection[str] | N
     atomicity.recover(target)
     if index.root.resolve().is_relative_to(target.resolve()) and index.root.resolve() != target.resolve():
         raise CheckpointError(f"{target} contains the source {index.root}; give another target.")
+    if parse_step(target.name) is not None and StepStore(target.parent).pointer(LATEST) is not None:
+        raise CheckpointError(
+            f"{target} would be a step of the run whose steps are in {target.parent}, which could not resume from it; "
+            f"give another target."
+        )
     if target.is_symlink() or os.path.ismount(target):
         kind = "a link" if target.is_symlink() else "a mount point"
         raise CheckpointError(f"{target} is {kind}, which a directory cannot replace; give a target below it.")

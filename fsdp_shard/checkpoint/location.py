@@ -422,6 +422,16 @@ def differences_of_adapters(one: Location, two: Location) -> list[str]:
     return [f"{where} differ: {line}." for line in lines]
 
 
+def notes_on_bases(one: Location, two: Location) -> list[str]:
+    """Return a note if two adapters name different base models; one model may have two names."""
+    if not (one.is_adapter and two.is_adapter):
+        return []
+    bases = [peft.read_adapter_config(each.weights).get("base_model_name_or_path") for each in (one, two)]
+    if bases[0] == bases[1]:
+        return []
+    return [f"The adapters name different base models, {bases[0]} and {bases[1]}, which were not compared."]
+
+
 def is_checkpoint(directory: Path, *, sealed: bool = False) -> bool:
     """Return whether a directory is a checkpoint with a config or the like; if `sealed`, also with a manifest."""
     names = (MANIFEST,) if sealed else (MANIFEST, CONFIG, DCP_METADATA, peft.ADAPTER_CONFIG)

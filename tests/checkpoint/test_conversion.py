@@ -187,6 +187,9 @@ def test_a_run_converts_to_a_plain_model_directory(tmp_path: Path, model_dir: Pa
         convert(run, run, overwrite=True)
     with pytest.raises(CheckpointError, match="not a checkpoint directory"):
         convert(model_dir, run, overwrite=True)
+    for step in (5, 12):
+        with pytest.raises(CheckpointError, match=rf"step-0*{step} would be a step of the run .* another target"):
+            convert(model_dir, run / f"checkpoints/step-{step:08}", overwrite=True)
 
 
 def test_an_existing_target_is_safe(tmp_path: Path, model_dir: Path) -> None:

@@ -182,7 +182,9 @@ def labeled(prompt: str, completion: str, label: bool) -> dict[str, Any]:
 def test_the_answers_of_one_row_have_no_other_to_compare_with(tmp_path: Path) -> None:
     """Each would be its own, or that of the same prompt."""
     for rows in ([labeled("a", "1", True)], [{"prompt": "p", "chosen": "good", "rejected": "bad"}]):
-        with pytest.raises(DataError, match=r"without another prompt's answer .* nothing is left to train on"):
+        with pytest.raises(
+            DataError, match=r"without another prompt's answer .* nothing is left to train on\. Give other rows"
+        ):
             opened(tmp_path, rows, LABELED)
 
 

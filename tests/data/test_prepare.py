@@ -73,7 +73,11 @@ def test_several_formats_in_a_directory_are_told(tmp_path: Path, tokenizer: Any)
 
 def test_one_window_cannot_be_divided(tmp_path: Path, tokenizer: Any) -> None:
     config = DataConfig(path=write(tmp_path / "a.txt", TEXT), sequence_length=100, eval_fraction=0.5)
-    with pytest.raises(DataError, match="a single window"):
+    with pytest.raises(DataError, match=r"a single window.* shorter windows, or data\.eval_path"):
+        prepare_data(config, tokenizer, tmp_path / "cache")
+    row = write(tmp_path / "a.jsonl", '{"instruction": "p", "output": "c"}')
+    config = DataConfig(path=row, kind="instruction", sequence_length=100, eval_fraction=0.5)
+    with pytest.raises(DataError, match=r"a single row is left to train on\. Give more rows, or data\.eval_path"):
         prepare_data(config, tokenizer, tmp_path / "cache")
 
 

@@ -72,6 +72,14 @@ def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
     assert scalars(tmp_path / "tensorboard") == {"train/loss": [(1, 1.0), (2, 2.0), (3, 2.0)]}
 
 
+def test_a_run_that_starts_over_shows_its_own_steps_only(tmp_path: Path) -> None:
+    for steps, loss in ((range(6), 1.0), (range(3), 2.0)):
+        with Trackers(["tensorboard"], "project", tmp_path, {}) as found:
+            for step in steps:
+                found.log("train", {"step": step, "loss": loss})
+    assert scalars(tmp_path / "tensorboard") == {"train/loss": [(0, 2.0), (1, 2.0), (2, 2.0)]}
+
+
 def test_mlflow_has_one_run_of_a_resumed_one_and_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow: Any = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs.db")

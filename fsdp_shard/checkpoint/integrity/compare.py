@@ -175,14 +175,19 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
 
 
+def _merged(index: TensorIndex) -> str:
+    """What an adapter adds to the bytes of its base, which are those of the values before it."""
+    return f" merged with {index.metadata['adapter']}" if index.parts and "adapter" in index.metadata else ""
+
+
 def _differs(one: TensorIndex, two: TensorIndex, pair: Pair, flat: int, note: str) -> Problem:
     ranges = [
-        (index.root, ByteRange(*span))
+        (index, ByteRange(*span))
         for index, entry in ((one, pair.one), (two, pair.two))
         for span in index.spans(entry.name, flat, flat + 1)
         if span.stop > span.start  # a computed or converted value has no bytes of its own
     ]
-    where = " and ".join(item.text(root) for root, item in ranges)
+    where = " and ".join(item.text(index.root) + _merged(index) for index, item in ranges)
     where = where or f"{one.path} and {two.path}, which do not store it in this form"
     text = f"tensor {pair.name} differs from {position(pair.one, flat)} on: {where}{note}."
     return Problem(text, tuple(item for _, item in ranges), pair.name)

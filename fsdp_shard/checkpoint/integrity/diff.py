@@ -17,7 +17,7 @@ from fsdp_shard.checkpoint.integrity.diff_report import DiffReport, Side, Tensor
 from fsdp_shard.checkpoint.integrity.model_view import under_model_names
 from fsdp_shard.checkpoint.integrity.scan import position
 from fsdp_shard.checkpoint.io import in_threads, itemsize
-from fsdp_shard.checkpoint.location import Location, differences_of_adapters, locate, open_both
+from fsdp_shard.checkpoint.location import Location, differences_of_adapters, locate, notes_on_bases, open_both
 
 if TYPE_CHECKING:
     from fsdp_shard.checkpoint.integrity.numeric_errors import Errors
@@ -45,7 +45,7 @@ def diff(a: str | Path | Location, b: str | Path | Location) -> DiffReport:
     """
     start = time.perf_counter()
     located = [item if isinstance(item, Location) else locate(item) for item in (a, b)]
-    settings = differences_of_adapters(*located)
+    settings, notes = differences_of_adapters(*located), notes_on_bases(*located)
     one, two = open_both(*located)
     with ExitStack() as opened, one, two:
         matching = match(one, two)
@@ -66,6 +66,7 @@ def diff(a: str | Path | Location, b: str | Path | Location) -> DiffReport:
             differences=tuple(sorted(differences, key=lambda difference: difference.rank, reverse=True)),
             settings=tuple(settings),
             seconds=time.perf_counter() - start,
+            notes=tuple(notes),
         )
 
 

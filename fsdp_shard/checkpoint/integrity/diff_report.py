@@ -59,7 +59,7 @@ class TensorDifference:
 @dataclass(frozen=True)
 class DiffReport:
     """The result: `missing` tensors are only in A, `extra` only in B; `differences` are sorted, the largest first.
-    `settings` are the settings in which two adapters differ.
+    `settings` are the settings in which two adapters differ; `notes` say what was not compared.
     """
 
     a: Side
@@ -70,6 +70,7 @@ class DiffReport:
     differences: tuple[TensorDifference, ...]
     seconds: float
     settings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def is_equal(self) -> bool:
@@ -89,8 +90,9 @@ class DiffReport:
         """Format for a terminal; of many tensors, only the worst in the worst layers unless `everything` is set."""
         if self.is_equal:
             size = f"{format_count(self.num_equal, 'tensor')}, {format_size(self.a.num_bytes)}"
-            return f"{self.a.path} and {self.b.path} are equal, byte for byte ({size}; {self.seconds:.1f} s)."
-        lines = [_head("A", self.a), _head("B", self.b), *self.settings]
+            said = f"{self.a.path} and {self.b.path} are equal, byte for byte ({size}; {self.seconds:.1f} s)."
+            return "\n".join([said, *map(one_line, self.notes)])
+        lines = [_head("A", self.a), _head("B", self.b), *self.settings, *map(one_line, self.notes)]
         lines += _one_sided("only in A", self.missing, everything)
         lines += _one_sided("only in B", self.extra, everything)
         shapes = [found for found in self.differences if found.max_absolute is None]

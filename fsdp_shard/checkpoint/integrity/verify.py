@@ -28,6 +28,7 @@ from fsdp_shard.checkpoint.location import (
     differences_of_adapters,
     local_path,
     locate,
+    notes_on_bases,
     refuse_unused_base,
 )
 from fsdp_shard.checkpoint.model_files import CONFIG
@@ -120,6 +121,7 @@ def _verify(paths: _ComparedPaths) -> VerifyReport:
                 second.merge()
             elif first.location is not None and second.location is not None:
                 first.problems += map(Problem, differences_of_adapters(first.location, second.location))
+                first.notes += notes_on_bases(first.location, second.location)
             num_cast = _compare(first, second)
         seconds = time.perf_counter() - start
         if second is None:

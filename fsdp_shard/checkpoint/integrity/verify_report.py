@@ -111,7 +111,7 @@ class VerifyReport:
         lines = [one_line(problem.message) for problem in self.problems[:_SHOWN]]
         if len(self.problems) > _SHOWN:
             lines.append(f"... and {len(self.problems) - _SHOWN:,} more problems; --json lists all.")
-        lines += self.notes
+        lines += map(one_line, self.notes)
         if self.format is not None:
             lines.append(self._against() if self.against is not None else self._alone())
         return "\n".join(lines)

@@ -105,9 +105,9 @@ class SampleFactory:
         if cut.num_truncated:
             notes.append(f"{cut.num_truncated:,} cut to {longest} tokens")
         if not len(cut.kept):
+            advice = "Increase data.sequence_length, or give other rows" if cut.num_beyond else "Give other rows"
             raise DataError(
-                f"{config.section}.path={config.path}: of {', '.join(notes)}, nothing is left to train on. Increase "
-                f"data.sequence_length{' or give other rows' if cut.skipped else ''}."
+                f"{config.section}.path={config.path}: of {', '.join(notes)}, nothing is left to train on. {advice}."
             )
         return cut, notes
 

@@ -35,10 +35,16 @@ _PLACE = "run_dir"
 
 
 class _Earlier(NamedTuple):
-    """What a resumed run continues: the tracker's id of the run, and the first step to come. None in a new run."""
+    """What a resumed run continues.
+
+    Attributes:
+        run_id: The tracker's id of the run; None in a new run.
+        first_step: The first step to come. Figures of it and of later steps, from a run that ended in this directory
+            after its last checkpoint, or without one, are not shown.
+    """
 
     run_id: str | None = None
-    first_step: int | None = None
+    first_step: int = 0
 
 
 class _Kind(NamedTuple):
@@ -171,7 +177,7 @@ class Trackers:
     def _start(self, name: str, run_id: str | None) -> None:
         from accelerate import tracking
 
-        first_step = None if self._resumed_step is None else self._resumed_step + 1
+        first_step = 0 if self._resumed_step is None else self._resumed_step + 1
         tracker = _KINDS[name].make(tracking, self._project, self._run_dir, _Earlier(run_id, first_step))
         tracker.main_process_only = False  # this is rank 0; accelerate would find out for itself
         tracker.start()

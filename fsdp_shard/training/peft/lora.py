@@ -246,7 +246,8 @@ def restore(adapter: Adapter, shards: Mapping[str, LocalShard], step_directory: 
             different = sorted(dict(index.shapes.items() ^ expected.items()))
             raise CheckpointError(
                 f"{step_directory} holds another adapter than these settings define: they differ in {different[0]} and "
-                f"{len(different) - 1} more. Set the adapter.* settings of that run."
+                f"{len(different) - 1} more. Set the adapter.* settings of that run; with adapter.init=pissa, "
+                f"pissa_fast or olora a step has twice the rank."
             )
         if adapter.principal is not None:
             adapter.principal.restore(adapter.names, shards, index)

@@ -191,8 +191,8 @@ def inject_principal(model: nn.Module, config: LoraConfig) -> Principal | None:
         if not isinstance(module, Linear) or config.rank > min(inputs, outputs):
             raise ConfigError(
                 f"adapter.init={config.init} is for linear layers with at least adapter.rank={config.rank} inputs and "
-                f"outputs, and {fqn} is {type(module).__name__} [{inputs}, {outputs}]; set adapter.target_modules to "
-                f"others, or adapter.init=default."
+                f"outputs, and {fqn} is {type(module).__name__} [{inputs}, {outputs}]; set a smaller adapter.rank, "
+                f"adapter.target_modules to others, or adapter.init=default."
             )
         scale = float(module.scaling[_TRAINED])
         layers[fqn] = PrincipalLayer(f"{fqn}.base_layer.weight", bool(module.fan_in_fan_out), scale, config.rank)

@@ -60,6 +60,11 @@ def test_adapters_of_equal_matrices_and_other_settings(
     settings = json.loads((two / "adapter_config.json").read_text())
     assert diff(one, two).is_equal
     assert verify(one, two).is_sound
+    assert not (*diff(one, two).notes, *verify(one, two).notes)
+    (two / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "other"}))
+    assert diff(one, two).is_equal, "one model may have two names"
+    assert str(verify(one, two)).startswith(f"The adapters name different base models, {tiny_model} and other, which")
+    assert "different base models" in diff(one, two).to_text()
     # What has no part in it: null is the default, and another order of targets is the same.
     settings |= {"use_dora": None, "target_modules": sorted(settings["target_modules"], reverse=True)}
     (two / "adapter_config.json").write_text(json.dumps(settings))

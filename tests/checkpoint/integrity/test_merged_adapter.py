@@ -62,7 +62,9 @@ def test_a_change_of_the_adapter_is_found(adapter: Path) -> None:
     name = next(name for name in tensors if "lora_A" in name)
     tensors[name] += torch.ones(1)
     save_file(tensors, adapter / "adapter_model.safetensors", {"format": "pt"})
-    assert not verify(adapter, adapter.parent / "merged").is_sound
+    report = verify(adapter, adapter.parent / "merged")
+    assert not report.is_sound
+    assert f"merged with {adapter}" in report.problems[0].message
 
 
 def test_without_its_base_an_adapter_cannot_be_compared(adapter: Path) -> None:
