@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,11 +65,17 @@ def test_a_tracker_that_fails(tmp_path: Path) -> None:
     assert scalars(tmp_path / "tensorboard") == {}
 
 
+def _wait_for_the_next_second() -> None:
+    """TensorBoard reads event files in the order of their names, which begin with the second they were made in."""
+    time.sleep(1 - time.time() % 1)
+
+
 def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
     for resumed, loss in ((None, 1.0), (1, 2.0)):
         with Trackers(["tensorboard"], "project", tmp_path, {}, resumed_step=resumed) as found:
             for step in range((resumed or 0) + 1, 4):
                 found.log("train", {"step": step, "loss": loss})
+        _wait_for_the_next_second()
     assert scalars(tmp_path / "tensorboard") == {"train/loss": [(1, 1.0), (2, 2.0), (3, 2.0)]}
 
 
@@ -77,6 +84,7 @@ def test_a_run_that_starts_over_shows_its_own_steps_only(tmp_path: Path) -> None
         with Trackers(["tensorboard"], "project", tmp_path, {}) as found:
             for step in steps:
                 found.log("train", {"step": step, "loss": loss})
+        _wait_for_the_next_second()
     assert scalars(tmp_path / "tensorboard") == {"train/loss": [(0, 2.0), (1, 2.0), (2, 2.0)]}
 
 
