@@ -26,6 +26,7 @@ from fsdp_shard.sharding import (
     transformers_model,
 )
 from fsdp_shard.training.checkpoints.check_tensors import check_tensors
+from fsdp_shard.training.checkpoints.loop_state import StateTensors, first_difference
 from fsdp_shard.training.checkpoints.side_files import check_processor, side_files
 from fsdp_shard.utils import fsync_path, parse_size, refuse_remote
 
@@ -127,7 +128,8 @@ def save_pretrained(
     Raises:
         ConfigError: The directory is a remote address, `max_shard_size` is not a size, or `processor` cannot be saved.
         ModelError: `model` is not a module, or has parameters without values.
-        SaveError: The directory exists already, or could not be written.
+        SaveError: The directory exists already or could not be written, or the ranks differ in parameters that each of
+            them holds in full.
 
     Example:
         >>> import torch, fsdp_shard as fs
@@ -141,6 +143,7 @@ def save_pretrained(
         shards = run_on_all(ranks, lambda: shards_of(model, ranks))
         files = run_on_all(ranks, lambda: side_files(model, processor) if ranks.is_main else {})
         run_on_main(ranks, lambda: _refuse_existing(target))
+        _refuse_differences(target, shards, ranks)
         _save(target, StepContent(shards.shards, shards.aliases, model_files=files), size, ranks)
     return target
 
@@ -159,6 +162,17 @@ def _save(target: Path, state: StepContent, size: int, ranks: Communicator) -> N
 def _refuse_existing(target: Path) -> None:
     if os.path.lexists(target):
         raise SaveError(f"{target} exists already; delete it, or give another directory.")
+
+
+def _refuse_differences(target: Path, shards: ModuleShards, ranks: Communicator) -> None:
+    """Reject a model that the ranks hold in full with different values: the files would have some of each rank."""
+    tensors = StateTensors(ranks)
+    run_on_all(ranks, lambda: tensors.add_digests_of(shards))
+    if (name := first_difference(ranks, tensors.digests)) is not None:
+        raise SaveError(
+            f"{target} was not written: the ranks differ in {name}, and only the value of one rank could be saved. "
+            f"Make them equal first, as DistributedDataParallel does when it wraps a model."
+        )
 
 
 def _rename(step: Path, target: Path) -> None:

@@ -196,6 +196,18 @@ def test_a_directory_is_never_overwritten(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_models_that_differ_between_ranks_are_not_mixed(tmp_path: Path) -> None:
+    def work(context: DistributedContext) -> None:
+        model = nn.Linear(2, 1)
+        nn.init.constant_(model.bias, float(context.rank))
+        nn.init.ones_(model.weight)
+        with pytest.raises(SaveError, match="the ranks differ in the parameter bias, which each of them has whole"):
+            fs.save_pretrained(model, tmp_path / "model")
+
+    on_ranks(2, work)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("max_norm", [-1.0, math.nan])
 def test_gradients_are_not_clipped_to_what_is_no_norm(max_norm: float) -> None:
     model = nn.Linear(2, 1)

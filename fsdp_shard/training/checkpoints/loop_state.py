@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_shard.checkpoint import TensorIndex, load_shards, member, read_manifest, tensor_bytes, to_torch
 from fsdp_shard.distributed import Communicator, LocalShard, is_first_copy, shard_of
 from fsdp_shard.errors import CheckpointError, SaveError
+from fsdp_shard.sharding import ModuleShards
 from fsdp_shard.training.checkpoints.state_tree import flatten_state, restore_state
 from fsdp_shard.utils import parse_json, read_bounded
 
@@ -132,11 +133,12 @@ class StateTensors:
         self.digests[name] = digest.intdigest()
         return document
 
-    def add_replicated(self, params: Mapping[str, LocalShard]) -> None:
-        """Add digests of the parameters that every rank holds in full, because different ranks write them."""
+    def add_digests_of(self, found: ModuleShards) -> None:
+        """Add digests of a model's names, and of the parameters that all ranks hold in full: each writes some of them."""
+        self.add_shared([list(found.shards), found.aliases], "the names of the parameters")
         if self._ranks.world_size > 1:
-            for name, shard in params.items():
-                data = shard.data
+            for name in found.replicated:
+                data = found.shards[name].data
                 digest = xxhash.xxh3_64(tensor_bytes(data)).intdigest() if data.device.type == "cpu" else bits_sum(data)
                 self.digests[f"the parameter {name}, which each of them has whole"] = digest
 

@@ -73,8 +73,7 @@ def collect(given: SaveArguments, processor: Any, ranks: Communicator) -> StepPa
     shards = found.shards
     check_savable(given.optimizers)
     tensors.digests["the number of the step"] = given.step
-    tensors.add_shared([list(shards), found.aliases], "the names of the parameters")
-    tensors.add_replicated({name: shards[name] for name in found.replicated})
+    tensors.add_digests_of(found)
     slots, options, scalars = optimizer_parts(given.optimizers, shards)
     document = LoopState(given.step, dict(given.metrics))
     # If parameters are sharded, a rank may lack the states of those of which it holds no elements.
