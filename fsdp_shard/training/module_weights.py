@@ -25,7 +25,7 @@ from fsdp_shard.sharding import (
     shards_of,
     transformers_model,
 )
-from fsdp_shard.training.checkpoints.check_tensors import check_tensors
+from fsdp_shard.training.checkpoints.check_tensors import check_shared_memory, check_tensors
 from fsdp_shard.training.checkpoints.loop_state import StateTensors, first_difference
 from fsdp_shard.training.checkpoints.side_files import check_processor, side_files
 from fsdp_shard.utils import fsync_path, parse_size, refuse_remote
@@ -56,7 +56,8 @@ def load_weights(
         that `from_pretrained` skips. For models other than those of transformers, no tensors are skipped.
 
     Raises:
-        CheckpointError: On all ranks: tensors are missing, unexpected, or have another shape or kind of numbers.
+        CheckpointError: On all ranks: tensors are missing, unexpected, have another shape or kind of numbers, or have
+            different values where the model has one memory for both.
         ConfigError: The source is neither a path nor a hub id.
         ModelError, RemoteError: The model of a hub id, or what an address leads to, cannot be fetched.
 
@@ -97,7 +98,9 @@ def _match_names(model: nn.Module, shards: ModuleShards, index: TensorIndex) -> 
     of_transformers = transformers_model(model)
     if of_transformers is not None and not FullyShardedDataParallel.fsdp_modules(model):
         matched = checkpoint.match_names(of_transformers, index)
-        return {name: stored for name, stored in matched.stored.items() if name in shards.shards}, matched.note
+        names = {name: stored for name, stored in matched.stored.items() if name in shards.shards}
+        check_shared_memory(index, {name: shards.shards[name] for name in names}, names)
+        return names, matched.note
     check_tensors(index, shards)
     return {name: name for name in shards.shards}, ""
 

@@ -12,7 +12,7 @@ import signal
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -555,6 +555,30 @@ def test_weights_that_the_model_ties_must_be_the_same(tmp_path: Path) -> None:
         checkpointer.save(1, model)
         with pytest.raises(CheckpointError, match=r"embed.weight and head.weight with different values"):
             checkpointer.restore(Net())
+
+
+@pytest.mark.parametrize("wrapper", ["nobody", "fully_shard"])
+def test_layers_that_two_models_share_must_be_the_same(wrapper: str, tmp_path: Path) -> None:
+    def pair(trunks: Sequence[nn.Module]) -> dict[str, nn.Module]:
+        if wrapper == "fully_shard":
+            for trunk in dict.fromkeys(trunks):
+                fully_shard(trunk)
+        return {name: nn.Sequential(trunk, nn.Linear(3, 1)) for name, trunk in zip("ab", trunks, strict=True)}
+
+    def work(context: DistributedContext) -> None:
+        torch.manual_seed(0)
+        one = nn.Linear(3, 3)
+        shared = pair([one, one])
+        with fs.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(1, pair([nn.Linear(3, 3), nn.Linear(3, 3)]))
+            checkpointer.save(2, shared)
+            before = [param.detach().clone() for param in one.parameters()]
+            with pytest.raises(CheckpointError, match=r"has a.0.\w+ and b.0.\w+ with different values, and they share"):
+                checkpointer.restore(shared, step=1)
+            assert all(map(torch.equal, before, one.parameters()))
+            checkpointer.restore(shared, step=2)
+
+    on_ranks(2, work)
 
 
 def test_an_average_of_a_sharded_model_is_divided_as_it_is(tmp_path: Path) -> None:

@@ -208,6 +208,32 @@ def test_models_that_differ_between_ranks_are_not_mixed(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+class Views(nn.Module):
+    """One buffer under two names, and parameters that are rows 0, 1 and rows 1, 2 of one matrix, unless separate."""
+
+    def __init__(self, *, separate: str = "") -> None:
+        super().__init__()
+        memory, buffer = torch.rand(3, 4), torch.rand(3)
+        self.a = nn.Parameter(memory[:2])
+        self.b = nn.Parameter(torch.rand(2, 4) if separate == "b" else memory[1:])
+        self.register_buffer("x", buffer)
+        self.register_buffer("y", torch.rand(3) if separate == "y" else buffer)
+
+
+@pytest.mark.parametrize(("separate", "words"), [("", None), ("b", "has a and b with"), ("y", "has x and y with")])
+def test_tensors_that_share_memory_must_be_the_same(separate: str, words: str | None, tmp_path: Path) -> None:
+    source, model = Views(separate=separate), Views()
+    fs.save_pretrained(source, tmp_path / "model")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if words is None:
+        fs.load_weights(model, tmp_path / "model")
+        before = source.state_dict()
+    else:
+        with pytest.raises(CheckpointError, match=f"{words} different values, and they share memory in the model"):
+            fs.load_weights(model, tmp_path / "model")
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+
+
 @pytest.mark.parametrize("max_norm", [-1.0, math.nan])
 def test_gradients_are_not_clipped_to_what_is_no_norm(max_norm: float) -> None:
     model = nn.Linear(2, 1)
