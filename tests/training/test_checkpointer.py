@@ -635,6 +635,16 @@ def test_a_failed_restore_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None
     torch.testing.assert_close(second.state_dict(), before, rtol=0, atol=0)
 
 
+def test_an_optimizer_of_other_parameters_does_not_make_a_step_damaged(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, model, optimizer)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        with pytest.raises(ConfigError, match=r"^AdamW has a parameter of shape \[2\] that the model does not have"):
+            checkpointer.restore(model, optimizer)
+
+
 def test_the_steps_of_finetune_are_neither_restored_nor_deleted(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     given = ["train.steps=1", "data.sequence_length=16", "launch.device=cpu", f"data.cache_dir={tmp_path}/cache"]
     fs.finetune([*given, f"model.path={tiny_model}", f"data.path={texts}/held_out.txt", f"run_dir={tmp_path}/run"])

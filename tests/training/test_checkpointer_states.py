@@ -14,7 +14,7 @@ from torch import nn
 import fsdp_shard as fs
 from fsdp_shard.checkpoint import FAULTS
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.errors import ModelError, SaveError
+from fsdp_shard.errors import CheckpointError, ModelError, SaveError
 from tests.support.ranks import on_ranks
 from tests.support.stateful import Stateful
 from tests.support.tiny import token_batch
@@ -82,6 +82,18 @@ def test_extra_states_of_modules_come_back(wrapper: str, tmp_path: Path) -> None
     on_ranks(2, work, 42)
     for found in on_ranks(2, work, 0):
         assert (found["calls"], found["amax"].tolist()) == (42, [42.0, 42.0])
+
+
+def test_extra_states_of_other_modules_change_nothing(tmp_path: Path) -> None:
+    saved, model = nn.Sequential(_Counting(), nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), _Counting())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = [param.detach().clone() for param in model[0].parameters()]
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, saved, torch.optim.SGD(saved.parameters(), lr=0.1))
+        with pytest.raises(CheckpointError, match=r"modules 0, and the model has modules with such a state 1; expected"):
+            checkpointer.restore(model, optimizer)
+    assert all(map(torch.equal, before, model[0].parameters()))
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 class _WithoutRate(torch.optim.Optimizer):

@@ -55,6 +55,7 @@ from fsdp_shard.training.checkpoints.step_committer import StepCommitter
 from fsdp_shard.training.checkpoints.step_parts import (
     Models,
     SaveArguments,
+    check_extra_states,
     collect,
     given_figures,
     given_states,
@@ -384,6 +385,7 @@ class Checkpointer:
         shards = run_on_all(ranks, lambda: shards_of_all(model, ranks))
         stateful_objects = run_on_all(ranks, lambda: given_states(states, model))
         values = run_on_all(ranks, lambda: stored.read(shards, optimizers, stateful_objects, ranks))
+        run_on_all(ranks, lambda: check_extra_states(stateful_objects, values.object_states))
         with kept_on_error(optimizers):
             run_on_all(ranks, lambda: create_states(optimizers, shards.shards, stored.slots))
             slots = run_on_all(ranks, lambda: optimizer_parts(optimizers, shards.shards)[0])

@@ -141,12 +141,15 @@ class _ExtraStates:
     def state_dict(self) -> Any:
         return {name: module.get_extra_state() for name, module in self._modules.items()}
 
-    def load_state_dict(self, state: Any) -> None:
+    def check(self, state: Any) -> None:
+        """Raise CheckpointError unless `state` is of the same modules."""
         if state.keys() != self._modules.keys():
             raise CheckpointError(
                 f"The step has {_EXTRA_STATES} {format_names(state)}, and the model has modules with such a state "
                 f"{format_names(self._modules)}; expected the same."
             )
+
+    def load_state_dict(self, state: Any) -> None:
         for name, module in self._modules.items():
             module.set_extra_state(state[name])
 
@@ -166,6 +169,12 @@ def given_states(states: Mapping[str, Stateful | None], models: Models) -> dict[
         for part, module in modules_with_extra_state(model).items()
     }
     return {**given, _EXTRA_STATES: _ExtraStates(extras)} if extras else given
+
+
+def check_extra_states(given: Mapping[str, Stateful], saved: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the saved extra states, if any, are of the modules in a result of `given_states`."""
+    if isinstance(extras := given.get(_EXTRA_STATES), _ExtraStates):
+        extras.check(saved[_EXTRA_STATES])
 
 
 def _is_part(shard: LocalShard) -> bool:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import OPTIMIZER, TensorIndex, to_torch
 from fsdp_shard.distributed import Communicator
-from fsdp_shard.errors import CheckpointError
+from fsdp_shard.errors import CheckpointError, FsdpShardError
 from fsdp_shard.sharding import ModuleShards
 from fsdp_shard.training.checkpoints.check_tensors import check_tensors
 from fsdp_shard.training.checkpoints.loop_state import DOCUMENT, LoopState, read_loop_state, read_state
@@ -114,7 +114,7 @@ def _document_errors(where: str) -> Iterator[None]:
     """Turn any failure to interpret a document into one error that names the document."""
     try:
         yield
-    except CheckpointError:
+    except FsdpShardError:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where} is damaged: it is not what a Checkpointer writes ({error!r}).") from error
