@@ -40,7 +40,7 @@ from .mesh import (
 from .module_shards import (
     ModuleShards as ModuleShards,
     bare_module as bare_module,
-    clean_fqn as clean_fqn,
+    clean_fqns as clean_fqns,
     fill_copied_buffers as fill_copied_buffers,
     free_gathered as free_gathered,
     modules_with_extra_state as modules_with_extra_state,

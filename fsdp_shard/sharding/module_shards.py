@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple, cast
 
@@ -27,8 +27,9 @@ from fsdp_shard.utils import (
     uncompiled,
 )
 
-# Prefixes that wrappers add to parameter names, which must not enter a checkpoint.
-_WRAPPER_LEVELS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
+# Modules that wrappers add to the paths of parameters, which must not enter a checkpoint.
+_WRAPPED = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_COMPILED = "_orig_mod"  # of torch.compile
 
 
 class ModuleShards(NamedTuple):
@@ -45,11 +46,19 @@ class ModuleShards(NamedTuple):
     replicated: Sequence[str] = ()
 
 
-def clean_fqn(name: str) -> str:
-    """The FQN in the unwrapped model of the parameter `name` in a wrapped one."""
-    for level in _WRAPPER_LEVELS:
-        name = name.replace(level, "")
-    return name
+def clean_fqns(module: nn.Module) -> Callable[[str], str]:
+    """Return the function that turns the name of a part of `module` into its FQN in the model without wrappers."""
+    compiled = {name for name, part in module.named_modules(remove_duplicate=False) if uncompiled(part) is not None}
+
+    def is_added(parts: list[str], at: int) -> bool:
+        # A module of the user's own may have torch.compile's name, too.
+        return parts[at] in _WRAPPED or (parts[at] == _COMPILED and ".".join(parts[:at]) in compiled)
+
+    def clean(name: str) -> str:
+        parts = name.split(".")
+        return ".".join(part for at, part in enumerate(parts) if not is_added(parts, at))
+
+    return clean
 
 
 def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleShards:
@@ -74,7 +83,7 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
         raise ModelError(f"{module!r} is neither a torch.nn.Module nor a result of `shard`.")
     inside = without_wrappers(bare_module(module), DistributedDataParallel)
     _reshard(inside)
-    flat = _flat_shards(inside)
+    flat, clean_fqn = _flat_shards(inside), clean_fqns(inside)
     # Both are slow, and layers have the same parameters.
     box, is_first = cache(local_shape_and_offset), cache(is_first_copy)
     names: dict[int, str] = {}
@@ -153,9 +162,9 @@ def transformers_model(module: nn.Module | ShardedModel) -> PreTrainedModel | No
 
 def modules_with_extra_state(module: nn.Module | ShardedModel) -> dict[str, nn.Module]:
     """The submodules of `module` that define `get_extra_state()`, by their FQN without wrappers."""
-    parts = _inside(bare_module(module)).named_modules()
-    base = nn.Module.get_extra_state
-    return {clean_fqn(f"{raw}.")[:-1]: part for raw, part in parts if type(part).get_extra_state is not base}
+    inside, base = _inside(bare_module(module)), nn.Module.get_extra_state
+    clean_fqn, parts = clean_fqns(inside), inside.named_modules()
+    return {clean_fqn(raw): part for raw, part in parts if type(part).get_extra_state is not base}
 
 
 def fill_copied_buffers(found: ModuleShards) -> None:

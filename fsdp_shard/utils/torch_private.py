@@ -3,12 +3,13 @@
 Imported lazily through `utils`, so torch is loaded only if one of these is used.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -93,10 +94,11 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 def uncompiled(module: nn.Module) -> nn.Module | None:
     """The module inside a module returned by `torch.compile`, or None.
 
-    Without `_orig_mod`, a compiled model would be saved without its config.
+    Without `_dynamo` (OptimizedModule) and `_orig_mod`, a compiled model would be saved without its config, or under
+    torch's names for what is in it. `torch.compile` imports `_dynamo`, which takes a second.
     """
-    inner = getattr(module, "_orig_mod", None)
-    return inner if isinstance(inner, nn.Module) else None
+    compiled = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
+    return cast(nn.Module, module._orig_mod) if isinstance(module, compiled) else None
 
 
 def view_base(tensor: torch.Tensor) -> torch.Tensor:

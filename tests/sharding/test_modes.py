@@ -19,7 +19,7 @@ from fsdp_shard.models import build_on_meta
 from fsdp_shard.sharding import check_accumulation, check_ranks, check_shardable, unit_tree
 from fsdp_shard.sharding.activation_checkpointing import recompute_blocks
 from fsdp_shard.sharding.config import ShardConfig
-from fsdp_shard.sharding.module_shards import clean_fqn
+from fsdp_shard.sharding.module_shards import clean_fqns
 from fsdp_shard.sharding.registry import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.sharding.wrap_policy import plan_units
 from fsdp_shard.utils import check, is_costly_operator
@@ -126,13 +126,14 @@ def norms_and_prefetch(context: DistributedContext, config: ShardConfig) -> dict
     """The dtypes that norms and the layer after them see, and how far ahead units are gathered."""
     model = sharded(config, context)
     seen: dict[str, tuple[torch.dtype, ...]] = {}
+    clean_fqn = clean_fqns(model.module)
 
     def look(name: str) -> Any:
         return lambda module, args: seen.update({name: (args[0].dtype, module.weight.dtype)})
 
     for name, module in model.module.named_modules():
         if isinstance(module, (LlamaRMSNorm, nn.Linear)):
-            module.register_forward_pre_hook(look(clean_fqn(f"{name}.").rstrip(".")))
+            module.register_forward_pre_hook(look(clean_fqn(name)))
     loss = model.module(input_ids=token_batch(0), labels=token_batch(0), use_cache=False).loss
     loss.backward()
     return {

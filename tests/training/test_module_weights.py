@@ -208,6 +208,35 @@ def test_models_that_differ_between_ranks_are_not_mixed(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+class Named(nn.Module):
+    """Modules with the name of what torch.compile inserts, and one whose name ends so, beside a compiled one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._orig_mod, self.net_orig_mod, self.head = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 3)
+        self.net: Any = torch.compile(nn.Linear(2, 2), backend="eager")
+
+
+@pytest.mark.parametrize("wrapper", ["nobody", "fully_shard"])
+def test_only_compiled_modules_lose_what_torch_adds_to_names(wrapper: str, tmp_path: Path) -> None:
+    def work(context: DistributedContext) -> None:
+        saved, loaded = Named(), Named()
+        if wrapper == "fully_shard":
+            fully_shard(saved.net)
+            fully_shard(saved)
+        fs.load_weights(saved, source)
+        fs.save_pretrained(saved, tmp_path / "model")
+        fs.load_weights(loaded, tmp_path / "model")
+        assert all(map(torch.equal, loaded.parameters(), model.parameters()))
+
+    model, source = Named(), tmp_path / "source"
+    fs.save_pretrained(model, source)
+    on_ranks(2, work)
+    with fs.open_checkpoint(tmp_path / "model") as index:
+        modules = {name.rpartition(".")[0] for name in index.names}
+    assert modules == {"_orig_mod", "net_orig_mod", "head", "net"}
+
+
 class Views(nn.Module):
     """One buffer under two names, and parameters that are rows 0, 1 and rows 1, 2 of one matrix, unless separate."""
 

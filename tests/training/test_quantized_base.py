@@ -19,7 +19,7 @@ from fsdp_shard.checkpoint import encode_shards, locate, open_checkpoint
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.models import QUANTIZATION_CODES, ModelConfig, QuantizedWeight
-from fsdp_shard.sharding import WRAPPERS, clean_fqn
+from fsdp_shard.sharding import WRAPPERS, clean_fqns
 from fsdp_shard.training.load_model import load_sharded
 from fsdp_shard.training.peft.config import LoraConfig
 from fsdp_shard.training.peft.initial_values import fill_new
@@ -63,9 +63,10 @@ def _run(context: DistributedContext, directory: Path, cell: Cell) -> dict[str, 
     adapter = LoraConfig(rank=3, alpha=24, quantize=cell.kind)
     loaded = load_sharded(ModelConfig(path=str(directory)), shard, locate(directory), context, adapter, seed=7)
     model, rows = loaded.model, dict[str, bytes]()
+    clean_fqn = clean_fqns(model.module)
     for name, module in model.module.named_modules():
         if isinstance(module, QuantizedWeight):
-            plain = clean_fqn(f"{name}.").removeprefix("module.").removesuffix(".")
+            plain = clean_fqn(name).removeprefix("module.")
 
             def note(module: Any, *_: Any, plain: str = plain) -> None:
                 rows.setdefault(plain, module.rows.detach().clone().view(torch.uint8).numpy().tobytes())

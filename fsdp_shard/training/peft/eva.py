@@ -24,7 +24,7 @@ from torch import nn
 from fsdp_shard.data import LABELED, Dataset
 from fsdp_shard.distributed import DistributedContext, run_on_all
 from fsdp_shard.errors import CheckpointError, ConfigError
-from fsdp_shard.sharding import ShardedModel, clean_fqn, transformers_model
+from fsdp_shard.sharding import ShardedModel, clean_fqns, transformers_model
 from fsdp_shard.training.batch_loader import read_batch, to_device
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.held_out.evaluator import eval_mode
@@ -135,9 +135,10 @@ def run_watching(module: nn.Module, batch: DeviceBatch, layers: Sequence[str], s
 @contextmanager
 def _record_inputs(module: nn.Module, layers: Sequence[str], seen: Seen) -> Iterator[None]:
     """Call `seen` with the FQN and the input of each of `layers` as it runs."""
-    wanted = set(layers)
+    wanted, inside = set(layers), transformers_model(module) or module
+    clean_fqn = clean_fqns(inside)
     with ExitStack() as hooks:
-        for name, layer in (transformers_model(module) or module).named_modules():
+        for name, layer in inside.named_modules():
             if (fqn := clean_fqn(name)) in wanted:
 
                 def hook(layer: nn.Module, args: tuple[Any, ...], fqn: str = fqn) -> None:
