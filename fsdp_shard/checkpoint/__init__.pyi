@@ -119,6 +119,7 @@ from .remote.upload import catch_up as catch_up, prune_remote as prune_remote, u
 from .sharded_state.load_shards import (
     ENCODED_AT_ONCE as ENCODED_AT_ONCE,
     READ_STAGE_BYTES as READ_STAGE_BYTES,
+    copy_stored as copy_stored,
     encode_shards as encode_shards,
     load_shards as load_shards,
     may_cast as may_cast,

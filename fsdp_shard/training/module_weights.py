@@ -56,8 +56,8 @@ def load_weights(
         that `from_pretrained` skips. For models other than those of transformers, no tensors are skipped.
 
     Raises:
-        CheckpointError: On all ranks: tensors are missing, unexpected, have another shape or kind of numbers, or have
-            different values where the model has one memory for both.
+        CheckpointError: On all ranks: tensors are missing, unexpected, have another shape or kind of numbers, have
+            different values where the model has one memory for both, or values that float16 does not hold.
         ConfigError: The source is neither a path nor a hub id.
         ModelError, RemoteError: The model of a hub id, or what an address leads to, cannot be fetched.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import warnings
@@ -149,6 +150,16 @@ def test_weights_are_cast_while_they_are_read(sources: dict[str, Path], dtype: s
     model = load_dispatched(sources["2 ranks"], device_map=wanted, dtype=dtype)
     assert {param.dtype for param in model.parameters()} == {getattr(torch, dtype)}
     assert torch.equal(logits(model), logits(plain(sources["one file"], dtype)))
+
+
+@pytest.mark.parametrize("wanted", ["cpu", "disk"])
+def test_weights_that_float16_does_not_hold_are_refused(wanted: str, tmp_path: Path) -> None:
+    made = llama()
+    made.get_parameter("model.layers.1.mlp.up_proj.weight").data[3, 4] = -1e6
+    made.get_parameter("model.layers.0.mlp.up_proj.weight").data[0, 0] = math.inf  # stored as such
+    made.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"layers.1.mlp.up_proj.weight holds values \(1 or more\) that are too large"):
+        logits(load_dispatched(tmp_path, wanted, dtype="float16"))
 
 
 def test_the_stored_dtype_is_kept(tmp_path: Path) -> None:

@@ -189,6 +189,21 @@ def test_integers_are_cast_only_where_all_fit(
             fs.load_weights(model, tmp_path / "x.safetensors")
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.float64, torch.bfloat16])
+def test_values_that_float16_does_not_hold_are_refused(stored: torch.dtype, tmp_path: Path) -> None:
+    model = nn.Linear(2, 1).half()
+    largest = 65280.0 if stored == torch.bfloat16 else 65519.0
+    for value in (largest, -math.inf, 65536.0, -70000.0, 1e30):
+        weight = torch.tensor([[1.0, value]]).to(stored)
+        save_file({"weight": weight, "bias": torch.ones(1, dtype=stored)}, tmp_path / "x.safetensors")
+        if value in (largest, -math.inf):
+            fs.load_weights(model, tmp_path / "x.safetensors")
+            assert torch.equal(model.weight, weight.half())
+            continue
+        with pytest.raises(CheckpointError, match=r"tensor weight holds values \(1 or more\) that are too large for float16"):
+            fs.load_weights(model, tmp_path / "x.safetensors")
+
+
 def test_a_directory_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(SaveError, match="model exists already"):

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 
 import torch
 
-from fsdp_shard.checkpoint import TensorIndex, tensor_bytes, to_torch
+from fsdp_shard.checkpoint import TensorIndex, copy_stored, tensor_bytes, to_torch
 
 _NUM_THREADS = 4  # concurrent disk requests; more than a small machine's cores
 _STAGING_BYTES = 4 << 20
@@ -42,7 +42,7 @@ class TensorReader:
             if out.device.type == "cpu" and out.dtype == dtype:
                 self.index.read_into(name, 0, tensor_bytes(out))
             elif any(piece.codec is not None for piece in entry.pieces):
-                out.copy_(self.index.read(name))  # a codec may need to decode the whole tensor for any part
+                copy_stored(self.index, name, self.index.read(name), out)  # a codec may need the whole for any part
             else:
                 # Threads start on GPU 0, where pinned memory and copies would create a context.
                 with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
@@ -56,4 +56,4 @@ class TensorReader:
         for start in range(0, len(out), len(staging)):
             part = staging[: len(out) - start]
             self.index.read_into(name, start, tensor_bytes(part))
-            out[start : start + len(part)].copy_(part)
+            copy_stored(self.index, name, part, out[start : start + len(part)])
