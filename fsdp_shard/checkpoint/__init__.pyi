@@ -66,6 +66,7 @@ from .io.files import pread_into as pread_into
 from .io.members import has_file as has_file, member as member
 from .io.safetensors_format import (
     TensorSpec as TensorSpec,
+    find_torch_name as find_torch_name,
     itemsize as itemsize,
     main_dtype as main_dtype,
     to_torch as to_torch,

@@ -12,6 +12,7 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 
 from fsdp_shard.distributed import Communicator, LocalShard, is_first_copy, shard_of
@@ -76,8 +77,9 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
         contiguous in memory (`fill_copied_buffers`).
 
     Raises:
-        ModelError: A parameter is on meta, is quantized, is not contiguous in memory, or is kept in a way that does not
-            say which part a rank has; or elements of a buffer share memory.
+        ModelError: A parameter or buffer has no values (on meta, of a lazy module); a parameter is quantized, is not
+            contiguous in memory, or is kept in a way that does not say which part a rank has; or elements of a buffer
+            share memory.
     """
     if not isinstance(module, nn.Module) and not isinstance(getattr(module, "module", None), nn.Module):
         raise ModelError(f"{module!r} is neither a torch.nn.Module nor a result of `shard`.")
@@ -95,11 +97,7 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
         if (kept := names.setdefault(id(param), name)) != name:
             aliases[name] = kept
             continue
-        if param.is_meta:
-            raise ModelError(
-                f"{name} of {type(inside).__name__} is on the meta device and has no values; give it memory "
-                f"(`to_empty`) and fill it before it is saved or restored."
-            )
+        _refuse_unfilled(name, param, inside)
         if (found := flat.get(id(param))) is not None:
             shards[name] = found
         elif isinstance(param, DTensor):
@@ -111,6 +109,7 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
             replicated.append(name)
             shards[name] = shard_of(param, writes=number % ranks.world_size == ranks.rank)  # the ranks divide the work
     for _, _, raw, buffer in persistent_buffers(inside):
+        _refuse_unfilled(clean_fqn(raw), buffer, inside)
         if isinstance(buffer, DTensor):
             shards[clean_fqn(raw)] = shard_of(buffer, writes=is_first(buffer.device_mesh, buffer.placements))
         else:
@@ -203,6 +202,19 @@ def _flat_shards(module: nn.Module) -> dict[int, LocalShard]:
         id(param): LocalShard(param, data, start, shape, writes=0 in ranks)
         for param, data, start, shape, ranks in flat_parameter_shards(module)
     }
+
+
+def _refuse_unfilled(name: str, tensor: torch.Tensor, module: nn.Module) -> None:
+    if is_lazy(tensor):
+        raise ModelError(
+            f"{name} of {type(module).__name__} has no shape and no values until the first forward pass of its lazy "
+            f"module; run one before the model is saved or restored."
+        )
+    if tensor.is_meta:
+        raise ModelError(
+            f"{name} of {type(module).__name__} is on the meta device and has no values; give it memory (`to_empty`) "
+            f"and fill it before it is saved or restored."
+        )
 
 
 def _refuse_quantized(name: str, param: nn.Parameter) -> None:

@@ -59,7 +59,8 @@ def load_weights(
         CheckpointError: On all ranks: tensors are missing, unexpected, have another shape or kind of numbers, have
             different values where the model has one memory for both, or values that float16 does not hold.
         ConfigError: The source is neither a path nor a hub id.
-        ModelError, RemoteError: The model of a hub id, or what an address leads to, cannot be fetched.
+        ModelError: `model` is not a module, has parameters without values, or is a hub id that cannot be fetched.
+        RemoteError: What an address leads to cannot be fetched.
 
     Example:
         >>> import torch, fsdp_shard as fs

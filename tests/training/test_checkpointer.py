@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -410,6 +411,7 @@ def _expanded() -> nn.Module:
     [
         ("step-00000001 exists already", {"step": 1}),
         ("an integer of at least 0, not -1", {"step": -1}),
+        ("an integer of at least 0, not True", {"step": True}),
         (
             "differ in the parameter norm.weight, which each of them has whole",
             {"model": lambda context: _of_rank(context.rank), "optimizer": None},
@@ -417,6 +419,7 @@ def _expanded() -> nn.Module:
         ("differ in the number of the step", {"step": lambda context: 2 + context.rank}),
         ("extra.path is a pathlib.*which cannot be stored as data", {"extra": {"path": Path("x")}}),
         ("extra.w is a tensor that is on the meta device", {"extra": {"w": torch.ones(2, device="meta")}}),
+        ("extra.w is a tensor of torch.complex128", {"extra": {"w": torch.ones(2, dtype=torch.complex128)}}),
         ("extra.w is a tensor that is sparse", {"extra": {"w": torch.eye(2).to_sparse()}}),
         (r"extra\.xx.* is a tensor whose keys, joined by dots, have", {"extra": {"x" * 1000: torch.ones(1)}}),
         (
@@ -431,6 +434,9 @@ def _expanded() -> nn.Module:
         ),
         ("is not a torch.optim.Optimizer", {"optimizer": lambda context: Stateful({})}),
         ("is on the meta device", {"model": lambda context: Net().to("meta"), "optimizer": None}),
+        ("0.weight of .* has no shape and no", {"model": lambda _: nn.Sequential(nn.LazyLinear(2)), "optimizer": None}),
+        ("running_mean of .* has no shape", {"model": lambda _: nn.LazyBatchNorm1d(affine=False), "optimizer": None}),
+        ("of torch.complex128", {"model": lambda _: nn.Linear(2, 1, dtype=torch.complex128), "optimizer": None}),
         ("None is neither a torch.nn.Module", {"model": None}),
         ("mask .* is a buffer whose elements share memory", {"model": lambda _: _expanded(), "optimizer": None}),
         ("weight is a Params4bit, a quantized weight, of which", {"model": lambda _: _quantized(), "optimizer": None}),
@@ -487,6 +493,18 @@ def test_a_restore_of_what_is_no_module(tmp_path: Path) -> None:
         for model in wrong:
             with pytest.raises(ModelError, match=r"None is neither a torch.nn.Module"):
                 checkpointer.restore(model)
+
+
+def test_a_step_is_an_integer_of_any_library(tmp_path: Path) -> None:
+    model, last = Net(), Net()
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(numpy.int64(2), model)
+        checkpointer.save(torch.tensor(3), last)
+        assert checkpointer.steps == [2, 3]
+        restored = checkpointer.restore(last, step=numpy.int64(2))
+    assert restored is not None
+    assert (type(restored.step), restored.step) == (int, 2)
+    assert all(map(torch.equal, model.parameters(), last.parameters()))
 
 
 @pytest.mark.parametrize("step", ["1", True, 1.0, None])

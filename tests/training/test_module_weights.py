@@ -200,7 +200,7 @@ def test_values_that_float16_does_not_hold_are_refused(stored: torch.dtype, tmp_
             fs.load_weights(model, tmp_path / "x.safetensors")
             assert torch.equal(model.weight, weight.half())
             continue
-        with pytest.raises(CheckpointError, match=r"tensor weight holds values \(1 or more\) that are too large for float16"):
+        with pytest.raises(CheckpointError, match=r"weight holds values \(1 or more\) that are too large for float16"):
             fs.load_weights(model, tmp_path / "x.safetensors")
 
 
@@ -295,6 +295,20 @@ def test_what_is_neither_a_model_nor_a_checkpoint(tmp_path: Path) -> None:
         fs.load_weights(nn.Linear(2, 1), None)  # type: ignore[arg-type]  # the mistake under test
     with pytest.raises(ModelError, match=r"'model' is neither a torch.nn.Module"):
         fs.save_pretrained("model", tmp_path / "x")  # type: ignore[arg-type]  # the mistake under test
+    fs.save_pretrained(nn.Linear(2, 1), tmp_path / "sound")
+    with_buffer = nn.Module()
+    with_buffer.register_buffer("scale", torch.ones(2, device="meta"))
+    for model, words in (
+        (nn.LazyLinear(1), "has no shape and no values until"),
+        (with_buffer, "is on the meta device"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            fs.save_pretrained(model, tmp_path / "x")
+        with pytest.raises(ModelError, match=words):
+            fs.load_weights(model, tmp_path / "sound")
+    with pytest.raises(SaveError, match=r"weight is a tensor of torch.complex128, which safetensors files cannot hold"):
+        fs.save_pretrained(nn.Linear(2, 1, dtype=torch.complex128), tmp_path / "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["sound"]
 
 
 def test_a_process_group_that_exists_is_joined_and_left_alone() -> None:

@@ -39,8 +39,8 @@ def copy_stored(index: TensorIndex, stored: str, values: torch.Tensor, out: torc
         return
     if num_lost := int((values.isfinite() & (values.abs() >= _INFINITE_IN_FLOAT16)).sum()):
         raise CheckpointError(
-            f"{index.path}: tensor {stored} holds values ({num_lost:,} or more) that are too large for float16 and would "
-            f"become infinite; choose another dtype, such as bfloat16 or float32."
+            f"{index.path}: tensor {stored} holds values ({num_lost:,} or more) that are too large for float16 and "
+            f"would become infinite; choose another dtype, such as bfloat16 or float32."
         )
 
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from fsdp_shard.checkpoint import tensor_slices
-from fsdp_shard.checkpoint.io import TensorSpec, from_torch_name
+from fsdp_shard.checkpoint.io import TensorSpec, find_torch_name
 from fsdp_shard.checkpoint.steps.file_plan import INDEX_FILE, SINGLE_FILE, FilePlan, plan_gathered, plan_sharded
 from fsdp_shard.checkpoint.steps.shard_index import RankReport
 from fsdp_shard.distributed import LocalShard
+from fsdp_shard.errors import SaveError
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,10 @@ class WritePlan:
 
 
 def spec_of(name: str, shard: LocalShard) -> TensorSpec:
-    """Return name, dtype and full shape of the tensor of `shard`."""
-    return TensorSpec(name, from_torch_name(str(shard.data.dtype)), shard.shape)
+    """Return name, dtype and full shape of the tensor of `shard`; SaveError if safetensors has no such dtype."""
+    if (dtype := find_torch_name(str(shard.data.dtype))) is None:
+        raise SaveError(f"{name} is a tensor of {shard.data.dtype}, which safetensors files cannot hold; cast it.")
+    return TensorSpec(name, dtype, shard.shape)
 
 
 def plan_gathered_writes(shards: Mapping[str, LocalShard], target: Target) -> WritePlan:

@@ -58,8 +58,8 @@ def check_shared_memory(index: TensorIndex, shards: Mapping[str, LocalShard], na
 def _has_same_values(index: TensorIndex, names: tuple[str, str], shards: tuple[LocalShard, LocalShard]) -> bool:
     """Whether two tensors would write the same bytes into the memory that their shards share."""
     first, second = shards
-    is_same_place = (first.data.data_ptr(), first.start, first.box) == (second.data.data_ptr(), second.start, second.box)
-    if is_same_place and index.entry(names[0]).name == index.entry(names[1]).name:
+    places = [(shard.data.data_ptr(), shard.start, shard.box) for shard in shards]
+    if places[0] == places[1] and index.entry(names[0]).name == index.entry(names[1]).name:
         return True
     dtype, size = first.data.dtype, first.data.element_size()
     if dtype != second.data.dtype:  # bits of one as numbers of another: there are no common elements

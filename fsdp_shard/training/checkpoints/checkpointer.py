@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import operator
 import os
 import sys
 import threading
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self, SupportsIndex, TypedDict, Unpack
 
 import torch
 
@@ -202,7 +203,7 @@ class Checkpointer:
 
     def save(
         self,
-        step: int,
+        step: SupportsIndex,
         model: Models,
         optimizer: Optimizers = None,
         *,
@@ -220,7 +221,7 @@ class Checkpointer:
         torch counts (not through `.data`) fails the save; on a GPU it goes unnoticed.
 
         Args:
-            step: The number of the step, which must not be saved yet.
+            step: The number of the step, an int or of numpy, which must not be saved yet.
             model: The model as it is trained, or several by name.
             optimizer: Its optimizer, or several by name.
             extra: Data of rank 0, such as the position in a data set: tensors, None, bool, numbers, strings, bytes, and
@@ -239,9 +240,9 @@ class Checkpointer:
         """
         self._require_open()
         self._saver.wait()
-        if type(step) is not int or step < 0:
+        if (number := _whole_number(step)) is None or number < 0:
             raise SaveError(f"step must be an integer of at least 0, not {step!r}.")
-        ranks = self._ranks
+        step, ranks = number, self._ranks
         figures = run_on_main(ranks, lambda: given_figures(metrics or {}))  # each rank may have measured other figures
         value = self._monitored_metric(figures)
         given = SaveArguments(step, model, bare_optimizers(optimizer), states, extra, extra_per_rank, figures)
@@ -260,7 +261,9 @@ class Checkpointer:
         in_background = self._config.asynchronous and bool(given.optimizers)
         self._saver.save_step(step, state, is_best=is_best, in_background=in_background)
 
-    def save_on_signal(self, step: int, model: Models, optimizer: Optimizers = None, **arguments: Any) -> bool:
+    def save_on_signal(
+        self, step: SupportsIndex, model: Models, optimizer: Optimizers = None, **arguments: Any
+    ) -> bool:
         """Save a step if a rank was asked to stop (SIGTERM, SIGINT, SIGUSR1 or SIGHUP); call it after each step.
 
         From the first call on, these signals no longer end the process: end the loop when this returns True.
@@ -326,7 +329,12 @@ class Checkpointer:
     # ---- restoring
 
     def restore(
-        self, model: Models, optimizer: Optimizers = None, *, step: int | str = "latest", **states: Stateful | None
+        self,
+        model: Models,
+        optimizer: Optimizers = None,
+        *,
+        step: SupportsIndex | str = "latest",
+        **states: Stateful | None,
     ) -> Restored | None:
         """Fill models, optimizers and states from a step, which may come from other wrappers or another world size.
 
@@ -347,10 +355,11 @@ class Checkpointer:
             ConfigError: The Checkpointer is closed, or an argument is wrong, such as `step`.
         """
         self._require_open()
-        if type(step) is not int and step not in ("latest", "best"):
+        wanted = step if isinstance(step, str) else _whole_number(step)
+        if wanted is None or (isinstance(wanted, str) and wanted not in ("latest", "best")):
             raise ConfigError(f"step={step!r} is neither the number of a step nor 'latest' or 'best'.")
         self._saver.wait()
-        found = run_on_main(self._ranks, lambda: self._find(step))
+        found = run_on_main(self._ranks, lambda: self._find(wanted))
         if found is None:
             return None
         directory = self._store.path(found)
@@ -459,6 +468,14 @@ class Checkpointer:
     def _require_open(self) -> None:
         if self._is_closed:
             raise ConfigError(f"The Checkpointer of {self.path} is closed; make a new one.")
+
+
+def _whole_number(value: Any) -> int | None:
+    """An integer of any library as an int; None if `value` is none, or is a bool."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def check_settings(

@@ -134,7 +134,7 @@ class StateTensors:
         return document
 
     def add_digests_of(self, found: ModuleShards) -> None:
-        """Add digests of a model's names, and of the parameters that all ranks hold in full: each writes some of them."""
+        """Add digests of a model's names and of the parameters that all ranks hold in full: each writes some."""
         self.add_shared([list(found.shards), found.aliases], "the names of the parameters")
         if self._ranks.world_size > 1:
             for name in found.replicated:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fsdp_shard.checkpoint import is_module_path
+from fsdp_shard.checkpoint import find_torch_name, is_module_path
 from fsdp_shard.errors import CheckpointError, SaveError
 
 _DICTS = (dict, OrderedDict, defaultdict)
@@ -69,6 +69,10 @@ def _encode(value: Any, name: str, add: _Add, depth: int) -> Any:
             found = "on the meta device" if value.is_meta else "nested" if value.is_nested else "sparse"
             raise SaveError(
                 f"{_shown_name(name)} is a tensor that is {found}, which cannot be saved: give a dense one."
+            )
+        if find_torch_name(str(value.dtype)) is None:
+            raise SaveError(
+                f"{_shown_name(name)} is a tensor of {value.dtype}, which safetensors files cannot hold; cast it."
             )
         return {"$tensor": add(name, value)}
     if kind in (list, tuple):
