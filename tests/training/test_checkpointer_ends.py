@@ -33,6 +33,29 @@ def test_two_at_once(tmp_path: Path) -> None:
         checkpointer.wait()
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_threads_save_one_after_the_other(asynchronous: bool, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    failed: list[BaseException] = []
+
+    def save(step: int) -> None:
+        try:
+            checkpointer.save(step, model, optimizer)
+        except BaseException as error:
+            failed.append(error)
+
+    with fs.Checkpointer(tmp_path, asynchronous=asynchronous) as checkpointer:
+        threads = [threading.Thread(target=save, args=(step,)) for step in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failed
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.steps == [*range(8)]
+
+
 _FORGETFUL = """
 import time, torch, fsdp_shard as fs
 from fsdp_shard.checkpoint import FAULTS

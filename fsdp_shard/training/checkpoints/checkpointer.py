@@ -5,6 +5,7 @@ and resumes on any number of ranks under any wrapper.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import operator
@@ -12,11 +13,11 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, SupportsIndex, TypedDict, Unpack
+from typing import Any, Self, SupportsIndex, TypedDict, TypeVar, Unpack, cast
 
 import torch
 
@@ -68,6 +69,7 @@ from fsdp_shard.training.stop_signal import StopSignal, any_stop_signal
 from fsdp_shard.utils import check, nearest
 
 _logger = logging.getLogger("fsdp_shard")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,12 +113,24 @@ class CheckpointerSettings(TypedDict, total=False):
     max_shard_size: str
 
 
+def _one_at_a_time(method: F) -> F:
+    """Make a call of a method wait for those of other threads, which would end the same save, or begin another."""
+
+    @functools.wraps(method)
+    def call(self: Checkpointer, /, *args: Any, **kwargs: Any) -> Any:
+        with self._calls:
+            return method(self, *args, **kwargs)
+
+    return cast(F, call)
+
+
 class Checkpointer:
     """Saves and restores models and optimizers, whoever wrapped them; every method is a collective of all ranks.
 
     Parameters may be plain, under DistributedDataParallel, FullyShardedDataParallel (with `use_orig_params=True`) or
     `fully_shard`, or tensor-parallel DTensors on any mesh. Steps are written to PATH/checkpoints/step-N, and `inspect`,
-    `verify`, `convert` and, of models of transformers, `generate` read them. No file is a pickle.
+    `verify`, `convert` and, of models of transformers, `generate` read them. No file is a pickle. Calls from several
+    threads wait for each other; with several ranks, the threads must call in the same order on all of them.
 
     Args:
         path: The run directory. Another run cannot use it at the same time.
@@ -163,6 +177,7 @@ class Checkpointer:
                 f"path={path} is not a local directory; give one, and remote={path} to have its steps uploaded."
             )
         check_processor(processor)
+        self._calls = threading.RLock()
         # Absolute, so that a loop may change its working directory.
         self.path, self._config = Path(path).expanduser().absolute(), check_settings(settings, mode)
         self._monitor, self._sign, self._processor = monitor, 1 if mode == "min" else -1, processor
@@ -201,6 +216,7 @@ class Checkpointer:
 
     # ---- saving
 
+    @_one_at_a_time
     def save(
         self,
         step: SupportsIndex,
@@ -221,7 +237,7 @@ class Checkpointer:
         torch counts (not through `.data`) fails the save; on a GPU it goes unnoticed.
 
         Args:
-            step: The number of the step, an int or of numpy, which must not be saved yet.
+            step: The number of the step, an integer of any library, which must not be saved yet.
             model: The model as it is trained, or several by name.
             optimizer: Its optimizer, or several by name.
             extra: Data of rank 0, such as the position in a data set: tensors, None, bool, numbers, strings, bytes, and
@@ -234,7 +250,7 @@ class Checkpointer:
         Raises:
             SaveError: The step exists, the directory belongs to a run of `finetune`, the ranks disagree about the step,
                 a state is not plain data, or this or the previous save failed. Earlier steps are kept.
-            ModelError: It is unknown which part of a parameter this rank holds.
+            ModelError: A parameter has no values, or it is unknown which part of it this rank holds.
             ConfigError: The Checkpointer is closed, `metrics` lacks `monitor`, an optimizer is none or is of other
                 parameters, or a state has no `state_dict()` or `load_state_dict()`.
         """
@@ -261,6 +277,7 @@ class Checkpointer:
         in_background = self._config.asynchronous and bool(given.optimizers)
         self._saver.save_step(step, state, is_best=is_best, in_background=in_background)
 
+    @_one_at_a_time
     def save_on_signal(
         self, step: SupportsIndex, model: Models, optimizer: Optimizers = None, **arguments: Any
     ) -> bool:
@@ -288,11 +305,13 @@ class Checkpointer:
             self.wait()
         return True
 
+    @_one_at_a_time
     def poll(self) -> None:
         """Report a finished background save, which otherwise the next `save` or `wait` does."""
         self._require_open()
         self._saver.poll()
 
+    @_one_at_a_time
     def wait(self) -> None:
         """Wait until the last step is on the disk; raises SaveError if it could not be saved."""
         self._require_open()
@@ -306,6 +325,7 @@ class Checkpointer:
         self._require_open()
         return self
 
+    @_one_at_a_time
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -328,6 +348,7 @@ class Checkpointer:
 
     # ---- restoring
 
+    @_one_at_a_time
     def restore(
         self,
         model: Models,
