@@ -39,7 +39,7 @@ from fsdp_shard.checkpoint.steps.step_reference import choose_step, split_refere
 from fsdp_shard.checkpoint.steps.step_store import CHECKPOINTS, StepStore
 from fsdp_shard.errors import CheckpointError, InputError, ModelError
 from fsdp_shard.models import GGUF_FORMAT, check_model_config, download_model, gguf_model_files
-from fsdp_shard.utils import is_remote
+from fsdp_shard.utils import is_remote, path_text
 
 # Looser than `is_hub_id`: the hub itself reports what is wrong with a name to read.
 _HUB_ID = re.compile(r"[\w-][\w.-]*/(?!.*\.gguf$)[\w.-]+")
@@ -299,6 +299,7 @@ def locate(
     Raises:
         CheckpointError: There is nothing at `path`, there are several checkpoints, or `base` is passed and `path` is
             not an adapter.
+        ConfigError: An argument is not a path.
         ModelError: A hub id cannot be downloaded.
     """
     root = local_path(path)
@@ -311,9 +312,9 @@ def locate(
             raise CheckpointError(f"There is no GGUF file {root}.")
     location = dataclasses.replace(
         _locate_in(root, path),
-        base_path=None if base is None else os.fspath(base),
-        config_path=None if config is None else os.fspath(config),
-        tokenizer_path=None if tokenizer is None else os.fspath(tokenizer),
+        base_path=None if base is None else path_text(base),
+        config_path=None if config is None else path_text(config),
+        tokenizer_path=None if tokenizer is None else path_text(tokenizer),
         fetch_weights=fetch_weights,
     )
     if base is not None and not location.is_adapter:
@@ -376,6 +377,7 @@ def open_checkpoint(path: str | os.PathLike[str] | Location) -> TensorIndex:
 
     Raises:
         CheckpointError: The message names the damaged file, or what was found instead of a checkpoint.
+        ConfigError: `path` is not a path.
         ModelError, RemoteError: The model of a hub id, or what an address leads to, cannot be fetched.
 
     Example:
@@ -444,7 +446,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     RUN@latest, RUN@best, RUN@step-N and the pointer RUN/checkpoints/best name a step, and so does a remote address,
     from which it is downloaded. CheckpointError if there is no such step.
     """
-    run, wanted = split_reference(os.fspath(path))
+    run, wanted = split_reference(path_text(path))
     if is_remote(run):
         from fsdp_shard.checkpoint.remote.download import local_copy
 

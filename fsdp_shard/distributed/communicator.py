@@ -10,8 +10,10 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from fsdp_shard.distributed.config import LaunchConfig
 from fsdp_shard.distributed.started_ranks import number_in
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.utils import check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +171,8 @@ def current_ranks(timeout_seconds: float) -> Communicator:
 
 @contextmanager
 def temporary_ranks(timeout_seconds: float) -> Iterator[Communicator]:
-    """`current_ranks`, whose group is destroyed when the block ends; a collective."""
+    """`current_ranks`, whose group is destroyed when the block ends; a collective. ConfigError for a wrong timeout."""
+    check(LaunchConfig(timeout_seconds=timeout_seconds))
     ranks = current_ranks(timeout_seconds)
     try:
         yield ranks

@@ -28,7 +28,7 @@ from fsdp_shard.sharding import (
 from fsdp_shard.training.checkpoints.check_tensors import check_shared_memory, check_tensors
 from fsdp_shard.training.checkpoints.loop_state import StateTensors, first_difference
 from fsdp_shard.training.checkpoints.side_files import check_processor, side_files
-from fsdp_shard.utils import fsync_path, parse_size, refuse_remote
+from fsdp_shard.utils import fsync_path, parse_size, path_text, refuse_remote
 
 _TIMEOUT_SECONDS = 1800.0
 
@@ -58,7 +58,7 @@ def load_weights(
     Raises:
         CheckpointError: On all ranks: tensors are missing, unexpected, have another shape or kind of numbers, have
             different values where the model has one memory for both, or values that float16 does not hold.
-        ConfigError: The source is neither a path nor a hub id.
+        ConfigError: The source or base is neither a path nor a hub id, or `timeout_seconds` is out of range.
         ModelError: `model` is not a module, has parameters without values, or is a hub id that cannot be fetched.
         RemoteError: What an address leads to cannot be fetched.
 
@@ -130,7 +130,8 @@ def save_pretrained(
         The directory.
 
     Raises:
-        ConfigError: The directory is a remote address, `max_shard_size` is not a size, or `processor` cannot be saved.
+        ConfigError: The directory is no local path, `max_shard_size` is not a size, `timeout_seconds` is out of range,
+            or `processor` cannot be saved.
         ModelError: `model` is not a module, or has parameters without values.
         SaveError: The directory exists already or could not be written, or the ranks differ in parameters that each of
             them holds in full.
@@ -141,7 +142,7 @@ def save_pretrained(
         'model'
     """
     check_processor(processor)
-    refuse_remote(directory, "directory", "save into a local directory and copy that.")
+    refuse_remote(path_text(directory), "directory", "save into a local directory and copy that.")
     target, size = Path(directory).expanduser(), parse_size(max_shard_size, "max_shard_size")
     with temporary_ranks(timeout_seconds) as ranks:
         shards = run_on_all(ranks, lambda: shards_of(model, ranks))

@@ -102,6 +102,7 @@ from .text import (
     nearest as nearest,
     num_common as num_common,
     parse_size as parse_size,
+    path_text as path_text,
     printable as printable,
     refuse_remote as refuse_remote,
 )

@@ -130,6 +130,13 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return ADDRESS.fullmatch(str(path)) is not None
 
 
+def path_text(path: str | os.PathLike[str]) -> str:
+    """Return a path as text; ConfigError if it is of another type, or empty, which would be the working directory."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise ConfigError(f"{path!r} is not a path; give a string or a pathlib.Path, such as 'outputs/run' or '.'.")
+    return os.fspath(path)
+
+
 def refuse_remote(path: str | os.PathLike[str], name: str, instead: str) -> None:
     """Raise ConfigError if `path`, the value of setting `name`, is remote but must be local; `instead` advises."""
     if is_remote(path):

@@ -27,7 +27,7 @@ from fsdp_shard.checkpoint.io import safetensors_format
 from fsdp_shard.checkpoint.location import locate, open_checkpoint
 from fsdp_shard.checkpoint.steps.shard_index import read_shard_index
 from fsdp_shard.cli import run_command
-from fsdp_shard.errors import CheckpointError, DifferenceError, ModelError
+from fsdp_shard.errors import CheckpointError, ConfigError, DifferenceError, ModelError
 from fsdp_shard.inference import load_dispatched
 from tests.support.tiny import byte_tokenizer, llama, llama_config, save_adapter, save_model
 
@@ -61,6 +61,18 @@ def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
         locate("./nowhere")
     with pytest.raises(CheckpointError, match=r"There is no GGUF file .*model\.gguf"):
         locate(tmp_path, "model.gguf")
+
+
+@pytest.mark.parametrize("path", ["", 5, b"model"])
+def test_what_is_no_path(path: Any, tiny_model: Path) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: open_checkpoint(path),
+        lambda: verify(tiny_model, against=path),
+        lambda: load_dispatched(tiny_model, config=path),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match=rf"^{path!r} is not a path; give a string or a pathlib.Path"):
+            call()
 
 
 def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:

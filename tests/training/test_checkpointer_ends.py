@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -219,6 +220,15 @@ def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monke
     fs.save_pretrained(nn.Linear(2, 2), "~/model")
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
     assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["model", "run"]
+
+
+@pytest.mark.parametrize("path", ["", 5, None])
+def test_what_is_no_path(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for call in (fs.Checkpointer, lambda path: fs.save_pretrained(nn.Linear(2, 2), path)):
+        with pytest.raises(ConfigError, match=f"^{path!r} is not a path; give a string or a pathlib.Path"):
+            call(path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_address_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,6 +311,15 @@ def test_what_is_neither_a_model_nor_a_checkpoint(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["sound"]
 
 
+@pytest.mark.parametrize("seconds", [-1, 0, math.inf, "x"])
+def test_what_is_no_timeout(seconds: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"timeout_seconds={seconds!r} is "):
+        fs.save_pretrained(nn.Linear(2, 1), tmp_path / "model", timeout_seconds=seconds)
+    with pytest.raises(ConfigError, match=f"timeout_seconds={seconds!r} is "):
+        fs.load_weights(nn.Linear(2, 1), tmp_path / "model", timeout_seconds=seconds)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_process_group_that_exists_is_joined_and_left_alone() -> None:
     def work(context: DistributedContext) -> tuple[int, int, int]:
         with fs.init_distributed("cpu", replicas=2) as ranks:

@@ -66,7 +66,7 @@ from fsdp_shard.training.checkpoints.step_parts import (
 from fsdp_shard.training.checkpoints.step_saver import StepSaver
 from fsdp_shard.training.checkpoints.stored_step import Stateful, StoredStep
 from fsdp_shard.training.stop_signal import StopSignal, any_stop_signal
-from fsdp_shard.utils import check, nearest
+from fsdp_shard.utils import check, nearest, path_text
 
 _logger = logging.getLogger("fsdp_shard")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -172,7 +172,7 @@ class Checkpointer:
         processor: Any = None,
         **settings: Unpack[CheckpointerSettings],
     ) -> None:
-        if "://" in os.fspath(path):
+        if "://" in path_text(path):
             raise ConfigError(
                 f"path={path} is not a local directory; give one, and remote={path} to have its steps uploaded."
             )
