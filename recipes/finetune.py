@@ -8,7 +8,8 @@ Where to make changes (every rank runs all of this file):
 - frozen weights: `unfilled.module.model.embed_tokens.requires_grad_(False)`, before sharding.
 - the optimizer: any torch optimizer over `loaded.model.module.parameters()`; or `build_optimizer` with your own
   `OptimConfig`, which also separates the parameters with and without weight decay.
-- the sample order: `data.train`; subclass `ShuffledDataset` from `fsdp_shard.data` and override `index_of`.
+- the sample order: `data.train`; subclass `ShuffledDataset` from `fsdp_shard.data`, override `index_of`, and replace
+  `data.train` right after `open_data`.
 - after a step, or before a save: lines in the loop. `log.note` shows a line once; `context.is_main` is true on one
   rank. `saver.save` reads the weights until the next optimizer step.
 - your own settings: use a dataclass that extends `FinetuneConfig` instead.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -9,6 +12,7 @@ from hypothesis import given, strategies as st
 from fsdp_shard.data.samples.mixture import Mixture
 from fsdp_shard.data.samples.protocol import ShuffledDataset
 from fsdp_shard.data.samples.windows import WindowDataset
+from fsdp_shard.errors import ConfigError
 
 SEEDS = st.integers(0, 2**40)
 SIZES = st.integers(1, 60)
@@ -70,3 +74,16 @@ def test_orders_of_several_sources_in_turn_are_made_once(monkeypatch: pytest.Mon
     assert len(made) == 5
     mixed.batch(range(5 * 77 - 2, 5 * 77 + 10))
     assert len(made) == 10, "each has begun another epoch"
+
+
+@pytest.mark.parametrize("found", [-1, 9, 0.0, "a", None])
+def test_ones_own_order_names_samples(found: Any) -> None:
+    class Own(ShuffledDataset):
+        def index_of(self, position: int) -> Any:
+            return found if position else np.int64(3)
+
+    data = WindowDataset(np.arange(10), 1, "x")
+    own = Own(data, 0)
+    assert own.sample(0).labels.tolist() == data.sample(3).labels.tolist()
+    with pytest.raises(ConfigError, match=re.escape(f"Own.index_of(1) returned {found!r}; it must return the index")):
+        own.batch([0, 1])

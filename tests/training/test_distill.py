@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data import (
     IGNORE_INDEX,
+    NO_WINDOW,
     Batch,
     DataConfig,
     ShuffledDataset,
@@ -24,7 +25,7 @@ from fsdp_shard.data import (
     with_token_values,
 )
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.errors import DataError, Interrupted
+from fsdp_shard.errors import ConfigError, DataError, Interrupted
 from fsdp_shard.inference import load_dispatched
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import WRAPPERS
@@ -258,6 +259,34 @@ def test_which_samples_a_run_uses() -> None:
     assert np.flatnonzero(of_held_out).tolist() == [0, 1, 2]
     (all_of_them,) = used_samples(order, range(10**9), None, None)
     assert all_of_them.all()
+
+
+class _Backward(ShuffledDataset):
+    """An order of one's own, whose constructor is another, too."""
+
+    def __init__(self, dataset: SourceDataset) -> None:
+        super().__init__(dataset, SEED)
+
+    def index_of(self, position: int) -> int:
+        return len(self.dataset) - 1 - position % len(self.dataset)
+
+
+def test_ones_own_order_decides_which_samples_have_values() -> None:
+    data = stream(401, 8)
+    own = _Backward(data)
+    (used,) = used_samples(own, range(4), None, None)
+    assert np.flatnonzero(used).tolist() == [46, 47, 48, 49]
+    extended = with_token_values(data, {"a": np.arange(400)[:, None]}, np.arange(0, 401, 8), used)
+    again = own.with_sources([extended])
+    assert isinstance(again, _Backward)
+    assert again.sample(1).token_values["a"][:, 0].tolist() == [*range(384, 392)]
+    assert own.dataset is data, "the first one is unchanged"
+    assert extended.sample(NO_WINDOW).token_values["a"].size == 0
+    for late in (ShuffledDataset(extended, SEED), ShuffledDataset(extended.slice(0, 10), SEED)):
+        with pytest.raises(ConfigError, match=r"has no a, which fs\.add_reference adds .* before that call"):
+            late.batch(range(10))
+    with pytest.raises(ConfigError, match=r"lack the teacher's tokens, which fs\.add_reference"):
+        PrecomputedTeacher().targets(to_device(own.batch([0]), CPU))
 
 
 def test_a_cache_has_what_was_written(tmp_path: Path) -> None:

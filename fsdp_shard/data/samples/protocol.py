@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from copy import copy
 from functools import lru_cache
 from typing import Any, Self
 
@@ -11,6 +13,7 @@ import numpy as np
 
 from fsdp_shard.data.sample_order import permutation
 from fsdp_shard.data.samples.batch import NO_WINDOW, Batch, Indices, Ints, Sample, collate
+from fsdp_shard.errors import ConfigError
 
 
 class MapDataset(ABC):
@@ -171,12 +174,14 @@ class ShuffledDataset(Dataset):
 
     It is a function of the seed and the epoch alone, and so the same for any number of ranks, micro-batch size and
     restart: a run resumes from the number of samples that it has consumed.
+
+    A subclass whose `index_of` is a function of the position alone is another order with these properties.
     """
 
     def __init__(self, dataset: SourceDataset, seed: int) -> None:
         if not len(dataset):
             raise ValueError("there are no samples to order")
-        self.dataset, self.num_samples, self._seed = dataset, len(dataset), seed
+        self.dataset, self.num_samples = dataset, len(dataset)
         self.sequence_length, self.identity = dataset.sequence_length, dataset.identity
         self._order = lru_cache(maxsize=2)(lambda epoch: permutation(len(dataset), seed, epoch))
 
@@ -184,9 +189,11 @@ class ShuffledDataset(Dataset):
     def sources(self) -> list[SourceDataset]:
         return [self.dataset]
 
-    def with_sources(self, sources: Sequence[SourceDataset]) -> ShuffledDataset:
+    def with_sources(self, sources: Sequence[SourceDataset]) -> Self:
         (source,) = sources
-        return ShuffledDataset(source, self._seed)
+        other = copy(self)  # of a subclass, too, whatever its constructor takes
+        other.dataset, other.sequence_length, other.identity = source, source.sequence_length, source.identity
+        return other
 
     def index_of(self, position: int) -> int:
         """Return the index in `dataset` of the sample at this position."""
@@ -194,7 +201,14 @@ class ShuffledDataset(Dataset):
         return int(self._order(epoch)[index])
 
     def sample(self, position: int) -> Sample:
-        return self.dataset.sample(self.index_of(position), position // len(self.dataset))
+        found = self.index_of(position)
+        index = operator.index(found) if hasattr(found, "__index__") else NO_WINDOW
+        if not 0 <= index < len(self.dataset):
+            raise ConfigError(
+                f"{type(self).__name__}.index_of({position}) returned {found!r}; it must return the index of a sample, "
+                f"an int from 0 to {len(self.dataset) - 1}."
+            )
+        return self.dataset.sample(index, position // len(self.dataset))
 
     def describe(self, positions: Iterable[int]) -> str:
         return super().describe(self.index_of(int(position)) for position in positions)

@@ -11,15 +11,19 @@ import numpy.typing as npt
 
 from fsdp_shard.data.samples.batch import NO_WINDOW, Ints, Sample, Values
 from fsdp_shard.data.samples.protocol import Dataset, MapDataset, SourceDataset
+from fsdp_shard.errors import ConfigError
 
 
-def with_token_values(dataset: SourceDataset, values: Mapping[str, Values], starts: Ints) -> SourceDataset:
+def with_token_values(
+    dataset: SourceDataset, values: Mapping[str, Values], starts: Ints, known: npt.NDArray[np.bool_] | None = None
+) -> SourceDataset:
     """Return the same samples with values of each trained label, such as a teacher's.
 
     Args:
         dataset: The samples, which are the same in all epochs.
         values: By name, those of one sample after the other, [num_predictions, ...]; may be mapped from a file.
         starts: Where those of each sample begin, and where those of the last one end [num_samples + 1].
+        known: Which samples have values [num_samples]; None for all of them. Other samples are a ConfigError.
 
     Returns:
         The dataset, with the same identity: the values follow from it and from what computed them.
@@ -29,7 +33,8 @@ def with_token_values(dataset: SourceDataset, values: Mapping[str, Values], star
     """
     if len(starts) != len(dataset) + 1:
         raise ValueError(f"values of {len(starts) - 1} samples for {len(dataset)}")
-    return _WithTokenValues(dataset.sequence_length, dataset, values, starts)
+    known = np.ones(len(dataset), bool) if known is None else known
+    return _WithTokenValues(dataset.sequence_length, dataset, values, starts, known)
 
 
 @dataclass(frozen=True)
@@ -61,15 +66,22 @@ class _WrappedDataset(SourceDataset):
 class _WithTokenValues(_WrappedDataset):
     values: Mapping[str, Values]
     starts: Ints
+    known: npt.NDArray[np.bool_]
 
     @property
     def num_predictions(self) -> int:
         return int(self.starts[-1] - self.starts[0])
 
     def slice(self, first: int, last: int) -> Self:
-        return replace(super().slice(first, last), starts=self.starts[first : last + 1])
+        part = super().slice(first, last)
+        return replace(part, starts=self.starts[first : last + 1], known=self.known[first:last])
 
     def _sample(self, index: int | None, epoch: int) -> Sample:
+        if index is not None and not self.known[index]:
+            raise ConfigError(
+                f"Sample {index} has no {' and '.join(sorted(self.values))}, which fs.add_reference adds to samples "
+                f"that data.train and data.held_out contain by then; give data.train its own order before that call."
+            )
         own = slice(0, 0) if index is None else slice(int(self.starts[index]), int(self.starts[index + 1]))
         values = {name: np.asarray(array[own]) for name, array in self.values.items()}
         return replace(super()._sample(index, epoch), token_values=values)

@@ -27,7 +27,7 @@ from fsdp_shard.data import (
     with_token_values,
 )
 from fsdp_shard.distributed import LONGEST_TIMEOUT_SECONDS, DistributedContext, run_on_all, run_on_main
-from fsdp_shard.errors import DataError
+from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.models import load_config
 from fsdp_shard.training.batch_loader import evaluation_batches, read_batch, to_device
 from fsdp_shard.training.checkpoints import resume
@@ -51,6 +51,11 @@ class PrecomputedTeacher:
     """A teacher whose results come with the samples."""
 
     def targets(self, batch: DeviceBatch) -> Targets:
+        if not batch.token_values:
+            raise ConfigError(
+                "The samples lack the teacher's tokens, which fs.add_reference(config, start, data) adds in the "
+                "shipped recipe; add that line, or set objective.teacher_logits=computed."
+            )
         return Targets(batch.token_values[LOG_PROBS], batch.token_values[TOKENS])
 
 
@@ -118,7 +123,7 @@ def add_targets(config: FinetuneSettings, distill: DistillConfig, start: RunStar
 
 def _with_targets(source: SourceDataset, cache: TeacherCache) -> SourceDataset:
     starts = cache.starts(len(source))
-    return with_token_values(source, cache.values(int(starts[-1])), starts)
+    return with_token_values(source, cache.values(int(starts[-1])), starts, cache.done(len(source)))
 
 
 def _caches(config: FinetuneSettings, distill: DistillConfig, sources: Sequence[SourceDataset]) -> list[TeacherCache]:
