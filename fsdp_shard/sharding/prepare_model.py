@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from fsdp_shard.distributed import DistributedContext
@@ -21,6 +23,12 @@ from fsdp_shard.sharding.wrap_policy import plan_units
 from fsdp_shard.utils import give_back_free_memory, nearest, non_persistent_buffers, persistent_buffers
 
 _LARGE_BYTES = 1 << 20
+_WRAPPERS = {
+    DistributedDataParallel: "DistributedDataParallel",
+    FullyShardedDataParallel: "FullyShardedDataParallel",
+    FSDPModule: "fully_shard",
+    nn.DataParallel: "DataParallel",
+}
 
 
 def prepare_model(model: nn.Module, shard: ShardConfig, context: DistributedContext) -> tuple[Unit, ...]:
@@ -29,6 +37,7 @@ def prepare_model(model: nn.Module, shard: ShardConfig, context: DistributedCont
     Returns:
         The units to shard.
     """
+    refuse_wrapped(model)
     check_shardable(model, shard)
     units = plan_units(model, shard)
     _divide_sequences(model, shard, context)
@@ -64,6 +73,23 @@ def complete_buffers(model: nn.Module, context: DistributedContext) -> None:
     """Compute the meta buffers that checkpoints do not store; raise ModelError if only the model's own code could."""
     if any(buffer.is_meta for module in model.modules() for _, buffer in non_persistent_buffers(module)):
         rebuild_buffers(model, context.device)
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise ConfigError if `model`, or a module in it, is wrapped or sharded already, or if it is no module."""
+    if not isinstance(model, nn.Module):
+        is_sharded = isinstance(getattr(model, "module", None), nn.Module)
+        raise ConfigError(
+            f"The model is {type(model).__name__}, {'a model that is sharded already' if is_sharded else 'no module'}; "
+            f"pass the torch.nn.Module before any wrapper."
+        )
+    for name, module in model.named_modules():
+        for kind, wrapper in _WRAPPERS.items():
+            if isinstance(module, kind):
+                raise ConfigError(
+                    f"{name or 'The model'} ({type(module).__name__}) is already under torch's {wrapper}, and two "
+                    f"wrappers do not agree on who reduces gradients; shard the model before it is wrapped."
+                )
 
 
 def warn_of_batch_norms(model: nn.Module, context: DistributedContext) -> None:

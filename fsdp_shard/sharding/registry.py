@@ -139,19 +139,23 @@ def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2",
         The sharded model.
 
     Raises:
-        ConfigError: The wrapper or a setting does not exist, or does not work with this model and these ranks.
+        ConfigError: The wrapper or a setting does not exist, or does not work with this model and these ranks; the
+            model is already wrapped, or the process group of `context` has ended.
         ModelError: No blocks are found in the model.
 
     Example:
         >>> with fsdp_shard.init_distributed() as context:  # doctest: +SKIP
         ...     sharded = fsdp_shard.shard(model, context, "fsdp2", param_dtype="float32")
     """
-    if wrapper not in WRAPPERS:
-        raise ConfigError(f"shard={wrapper} is not one of {', '.join(WRAPPERS)}{nearest(wrapper, list(WRAPPERS))}.")
+    if not isinstance(wrapper, str) or wrapper not in WRAPPERS:
+        raise ConfigError(
+            f"shard={wrapper} is not one of {', '.join(WRAPPERS)}{nearest(str(wrapper), list(WRAPPERS))}."
+        )
     known = list(WRAPPERS[wrapper].__dataclass_fields__)
     for name in settings:
         if name not in known:
             raise ConfigError(f"shard.{name} is not a setting of {wrapper}{nearest(name, known)}.")
+    _check_context(context)
     if context.num_context_ranks > 1:
         raise ConfigError(
             f"The process group was initialized with context_parallel={context.num_context_ranks}, which is for the "
@@ -172,11 +176,30 @@ def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2",
                 f"{name}={given}, but the process group was initialized with {name}={ranks}; pass the same to both."
             )
     from fsdp_shard.sharding.module_shards import free_after_passes_without_gradients
-    from fsdp_shard.sharding.prepare_model import check_dtypes, complete_buffers, warn_of_batch_norms
+    from fsdp_shard.sharding.prepare_model import check_dtypes, complete_buffers, refuse_wrapped, warn_of_batch_norms
 
+    refuse_wrapped(model)
     warn_of_batch_norms(model, context)
     check_dtypes(model, config)
     complete_buffers(model, context)
     sharded = config.shard(model, context)
     free_after_passes_without_gradients(sharded.module)
     return sharded
+
+
+def _check_context(context: DistributedContext) -> None:
+    """Raise ConfigError unless `context` has a process group."""
+    import torch.distributed as dist
+
+    from fsdp_shard.distributed import DistributedContext as Context
+
+    if not isinstance(context, Context):
+        raise ConfigError(
+            f"context is {type(context).__name__}, not the ranks that `with fsdp_shard.init_distributed() as context` "
+            f"yields; pass these."
+        )
+    if not dist.is_initialized():
+        raise ConfigError(
+            "The process group of context has ended; shard and train the model within the block of `with "
+            "fsdp_shard.init_distributed() as context`."
+        )

@@ -29,6 +29,7 @@ from fsdp_shard.training.loss.custom_functions import CustomFunctions, StepSums
 from fsdp_shard.training.loss.forward_loss import quiet_pass
 from fsdp_shard.training.neftune import noisy_embeddings
 from fsdp_shard.training.objectives.objective import ForwardPass, ObjectiveConfig, Reference, Teacher
+from fsdp_shard.training.optim.build import check_parameters
 from fsdp_shard.training.optim.ema import WeightAverage
 from fsdp_shard.training.optim.lr_schedule import learning_rate
 from fsdp_shard.training.seeding import derived_seed, seed_all
@@ -57,6 +58,9 @@ class TrainingRun:
         average: Average of the weights, updated after every step that is not skipped.
         interrupted_by: The signal that stopped the run before its last step, or 0.
 
+    Raises:
+        ConfigError: The optimizer is of parameters that the model does not have.
+
     Example:
         >>> run = TrainingRun(model, optimizer, dataset, TrainConfig(steps=100), context, state)  # doctest: +SKIP
         >>> run.functions.loss = focal_loss  # doctest: +SKIP
@@ -78,6 +82,7 @@ class TrainingRun:
     interrupted_by: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        check_parameters(self.optimizer, self.model)
         # Each source of a mixture has its own epochs.
         self.state.samples_per_epoch = None if self.dataset.source_names else self.dataset.num_samples
         self.config = self.config.for_data(self.state.samples_per_epoch, self.state.step, self.state.num_samples)

@@ -174,7 +174,8 @@ def open_run(
         The run. `functions` holds the loss of `loss=` and the function for `train.sample_prompts`, if they are set.
 
     Raises:
-        ConfigError, CheckpointError: On all ranks: the step was saved with another seed, data or optimizer.
+        ConfigError, CheckpointError: On all ranks: the step was saved with another seed, data or optimizer, or the
+            optimizer is of other parameters.
 
     Example:
         >>> run = fs.open_run(config, start, loaded, optimizer, data.train)  # doctest: +SKIP

@@ -237,6 +237,47 @@ def test_settings_that_contradict_the_process_group_or_the_model() -> None:
     on_ranks(2, shard)
 
 
+def test_a_model_under_a_wrapper_is_refused() -> None:
+    """Under a second one, its replicas would have diverged."""
+
+    def shard(context: DistributedContext) -> None:
+        settings: dict[str, Any] = {"param_dtype": "float32"}
+        made: dict[str, Any] = {name: fs.shard(llama(), context, name, **settings) for name in ("fsdp2", "fsdp1", "ddp")}
+        fsdp1, ddp = "FullyShardedDataParallel", "DistributedDataParallel"
+        said = {"fsdp2": "fully_shard", "fsdp1": fsdp1, "ddp": ddp}
+        for wrapper in made:
+            for name, one in made.items():
+                with pytest.raises(ConfigError, match=rf"The model \(.*\) is already under torch's {said[name]}, and"):
+                    fs.shard(one.module, context, wrapper, **settings)
+            inside = nn.ModuleDict({"policy": DistributedDataParallel(llama()), "value": nn.Linear(2, 2)})
+            with pytest.raises(ConfigError, match=r"policy \(DistributedDataParallel\) is already under torch's"):
+                fs.shard(inside, context, wrapper, **settings)
+            with pytest.raises(ConfigError, match=r"The model is \w+Model, a model that is sharded already; pass the"):
+                fs.shard(made[wrapper], context, wrapper, **settings)
+
+    on_ranks(1, shard)
+
+
+def test_a_wrapper_or_ranks_that_are_none() -> None:
+    def shard(context: DistributedContext) -> None:
+        given: Any
+        for given in (None, ["ddp"], "fsdp3"):
+            with pytest.raises(ConfigError, match="is not one of fsdp2, fsdp1, ddp"):
+                fs.shard(llama(), context, given)
+        for given in (None, "cpu", context.mesh):
+            with pytest.raises(ConfigError, match=r"context is \w+, not the ranks that .* yields"):
+                fs.shard(llama(), given)
+        for given in (llama, None):
+            with pytest.raises(ConfigError, match=r"The model is \w+, no module; pass the torch\.nn\.Module"):
+                fs.shard(given, context)
+
+    on_ranks(1, shard)
+    with fs.init_distributed("cpu") as context:
+        pass
+    with pytest.raises(ConfigError, match="The process group of context has ended; shard and train the model within"):
+        fs.shard(llama(), context)
+
+
 def test_names_inside_a_compiled_wrapper(tmp_path: Path) -> None:
     source = save_model(tmp_path / "model", seed=3)
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_shard.data import ShuffledDataset, WindowDataset
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.errors import LossError
+from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.models import build_on_meta, rebuild_buffers
 from fsdp_shard.sharding import WRAPPERS, Fsdp2Config
 from fsdp_shard.training.config import TrainConfig
@@ -358,6 +358,21 @@ def test_a_bad_loss_on_one_rank_is_an_error_on_all() -> None:
     order = [ShuffledDataset(stream(8 * 8 + 1), SEED).index_of(position) for position in range(4)]
     assert first == second
     assert f"in the loss of samples {sorted([order[1], order[3]])}" in first
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp2", "fsdp1", "ddp"])
+def test_an_optimizer_of_other_parameters_is_refused(alone: DistributedContext, wrapper: str) -> None:
+    """It would train nothing, without a word."""
+    model: Any = build_on_meta(llama_config(), "float32")
+    rebuild_buffers(model, alone.device)
+    too_early = torch.optim.SGD(model.parameters(), 0.1)
+    run = Run(alone, WRAPPERS[wrapper](param_dtype="float32").shard(model, alone))
+    run.of(CONFIG)
+    run.optimizer = torch.optim.SGD(run.model.module.parameters(), 0.1)
+    run.of(CONFIG)
+    run.optimizer = too_early
+    with pytest.raises(ConfigError, match=r"^SGD has a parameter of shape \[.*\] that the model does not have; make the"):
+        run.of(CONFIG)
 
 
 def test_a_world_of_one_needs_no_environment(tmp_path: Path) -> None:

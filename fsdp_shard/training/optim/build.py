@@ -77,3 +77,17 @@ def check_rates(optimizer: optim.Optimizer, *, has_rates: bool) -> None:
             f"adapter.lora_plus_ratio is set, but all groups of {type(optimizer).__name__} have one learning rate; "
             f"in a recipe of your own, give build_optimizer the adapter (loaded.adapter), or remove the setting."
         )
+
+
+def check_parameters(optimizer: optim.Optimizer, model: ShardedModel) -> None:
+    """Raise ConfigError if the optimizer updates tensors that are not the model's: training would change nothing."""
+    given = [param for group in optimizer.param_groups for param in group["params"]]
+    known = {id(param) for param in model.module.parameters()}
+    if any(id(param) not in known for param in given):
+        known |= {id(shard.tensor) for shard in model.local_shards().values()}  # unless they are gathered
+    foreign = [param for param in given if id(param) not in known]
+    if foreign:
+        raise ConfigError(
+            f"{type(optimizer).__name__} has a parameter of shape {list(foreign[0].shape)} that the model does not "
+            f"have; make the optimizer of model.module.parameters() after the model is sharded."
+        )
