@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import operator
+import random
 import sys
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from fsdp_shard.errors import CheckpointError, ConfigError
 
@@ -20,6 +23,9 @@ class ResumableLoader:
     therefore identical on any number of ranks that divides `global_batch_size`. An incomplete batch at the end of an
     epoch is dropped.
 
+    With `num_workers`, the workers' global random states (of Python, NumPy and torch on the CPU) are seeded for each
+    batch by the seed, the epoch, the batch and the rank. Without, rows draw from the random state of this process.
+
     Args:
         dataset: The dataset, with `__len__` and `__getitem__`.
         global_batch_size: Samples per batch over all ranks.
@@ -28,7 +34,8 @@ class ResumableLoader:
         num_replicas: Number of ranks with different samples; by default, all ranks. With tensor parallelism, pass
             `**trainer.strategy.distributed_sampler_kwargs`.
         rank: The index of this rank among them.
-        options: Options of `torch.utils.data.DataLoader`, such as `num_workers` and `collate_fn`.
+        options: Options of `torch.utils.data.DataLoader`, such as `num_workers` and `collate_fn`. A `worker_init_fn`
+            finds the dataset in `torch.utils.data.get_worker_info().dataset.dataset`.
 
     Example:
         >>> from fsdp_shard.integrations import ResumableLoader
@@ -47,6 +54,10 @@ class ResumableLoader:
         rank: int | None = None,
         **options: Any,
     ) -> None:
+        _require_int("global_batch_size", global_batch_size, 1)
+        for name, value, least in (("num_replicas", num_replicas, 1), ("rank", rank, 0)):
+            if value is not None:
+                _require_int(name, value, least)
         if not isinstance(dataset, Sized) or len(dataset) < global_batch_size:
             found = f"{len(dataset)} samples" if isinstance(dataset, Sized) else "no length"
             raise ConfigError(f"dataset has {found}, and global_batch_size={global_batch_size} is at least needed.")
@@ -56,11 +67,12 @@ class ResumableLoader:
         self._global_batch_size, self._shuffle, self._seed, self._options = global_batch_size, shuffle, seed, options
         self._given = (num_replicas, rank)
         self._epoch = self._next = 0
+        self._is_set = False  # whether the next iteration is of this epoch, even if nothing is left of it
         self._rows = _digest_of_rows(dataset)
 
     @property
     def epoch(self) -> int:
-        """The current epoch, or that of the next iteration."""
+        """The current epoch, or that of the next iteration once the current one is exhausted."""
         return self._epoch
 
     @property
@@ -72,22 +84,32 @@ class ResumableLoader:
         """Start an epoch; if it is the current one, it continues."""
         if epoch != self._epoch:
             self._epoch, self._next = epoch, 0
+        self._is_set = True
 
     def __len__(self) -> int:
         """Number of batches per epoch."""
         return len(self._dataset) // self._global_batch_size
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's part of the batches, starting at the position."""
+        """Yield this rank's part of the batches, starting at the position.
+
+        If all batches of the epoch have been yielded, the next epoch begins, unless `set_epoch` has since named this
+        one.
+        """
+        if self._next >= len(self) and not self._is_set:  # a loop may stop at the last batch
+            self._epoch, self._next = self._epoch + 1, 0
+        self._is_set = False
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
         num_replicas, rank = self._ranks()
         order = torch.arange(len(self._dataset))
         if self._shuffle:
             order = torch.randperm(len(order), generator=generator)
         batches = order[: len(self) * self._global_batch_size].view(len(self), num_replicas, -1)[:, rank].tolist()
-        for batch in DataLoader(
-            self._dataset, batch_sampler=batches[self._next :], generator=generator, **self._options
-        ):
+        dataset, left = self._dataset, batches[self._next :]
+        if self._options.get("num_workers"):
+            dataset = _SeededInWorkers(dataset, f"{self._seed} {self._epoch} {rank}")
+            left = list(enumerate(left, start=self._next))
+        for batch in DataLoader(dataset, batch_sampler=left, generator=generator, **self._options):
             self._next += 1
             yield batch
         self._epoch, self._next = self._epoch + 1, 0
@@ -98,9 +120,16 @@ class ResumableLoader:
         return {"epoch": self._epoch, "next_batch": self._next, **self._identity(), **rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a position; raises CheckpointError if it belongs to other batches."""
+        """Restore a position; raises CheckpointError if it is none, or belongs to other batches."""
         self.require_same_data(state)
-        self._epoch, self._next = int(state["epoch"]), int(state["next_batch"])
+        epoch, position = state.get("epoch"), state.get("next_batch")
+        if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= len(self):
+            raise CheckpointError(
+                f"The state has epoch={epoch!r} and next_batch={position!r}, which is no position of ResumableLoader: "
+                f"expected ints, an epoch from 0 on and one of 0 to {len(self)} batches; load what its state_dict() "
+                f"returned."
+            )
+        self._epoch, self._next, self._is_set = epoch, position, False
 
     def require_same_data(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError unless a state is that of a loader with the same batches."""
@@ -133,12 +162,49 @@ class ResumableLoader:
         is_one = not dist.is_initialized()
         num_replicas = self._given[0] or (1 if is_one else dist.get_world_size())
         rank = self._given[1] if self._given[1] is not None else 0 if is_one else dist.get_rank()
+        if rank >= num_replicas:
+            raise ConfigError(
+                f"rank={rank} of ResumableLoader is not one of num_replicas={num_replicas} ranks, which are numbered "
+                f"from 0; correct one of them."
+            )
         if self._global_batch_size % num_replicas:
             raise ConfigError(
                 f"global_batch_size={self._global_batch_size} is not divisible by the {num_replicas} ranks that share "
                 f"it; use a multiple."
             )
         return num_replicas, rank
+
+
+@dataclass(frozen=True)
+class _SeededInWorkers(Dataset[Any]):
+    """The rows of `dataset`, for which a worker's random state is seeded batch by batch.
+
+    DataLoader seeds a worker once: what it draws for a batch depends on the batches that it has read before.
+
+    Attributes:
+        dataset: The dataset.
+        seed: The seed, the epoch and the rank.
+    """
+
+    dataset: Any
+    seed: str
+
+    def __getitems__(self, numbered: tuple[int, Sequence[int]]) -> Sequence[Any]:
+        """Return the rows of a batch, given its number and their indices; DataLoader calls this in a worker."""
+        number, indices = numbered
+        random.seed(f"{self.seed} {number}")
+        torch.default_generator.manual_seed(random.getrandbits(63))
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(random.getrandbits(32))
+        if hasattr(self.dataset, "__getitems__"):
+            rows: Sequence[Any] = self.dataset.__getitems__(indices)
+            return rows
+        return [self.dataset[index] for index in indices]
+
+
+def _require_int(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
+        raise ConfigError(f"{name}={value!r} of ResumableLoader is not an int from {least} on; give one.")
 
 
 def _digest_of_rows(data: Any) -> str | None:

@@ -242,7 +242,8 @@ def test_a_model_under_a_wrapper_is_refused() -> None:
 
     def shard(context: DistributedContext) -> None:
         settings: dict[str, Any] = {"param_dtype": "float32"}
-        made: dict[str, Any] = {name: fs.shard(llama(), context, name, **settings) for name in ("fsdp2", "fsdp1", "ddp")}
+        wrappers = ("fsdp2", "fsdp1", "ddp")
+        made: dict[str, Any] = {name: fs.shard(llama(), context, name, **settings) for name in wrappers}
         fsdp1, ddp = "FullyShardedDataParallel", "DistributedDataParallel"
         said = {"fsdp2": "fully_shard", "fsdp1": fsdp1, "ddp": ddp}
         for wrapper in made:

@@ -371,7 +371,7 @@ def test_an_optimizer_of_other_parameters_is_refused(alone: DistributedContext, 
     run.optimizer = torch.optim.SGD(run.model.module.parameters(), 0.1)
     run.of(CONFIG)
     run.optimizer = too_early
-    with pytest.raises(ConfigError, match=r"^SGD has a parameter of shape \[.*\] that the model does not have; make the"):
+    with pytest.raises(ConfigError, match=r"^SGD has a parameter of shape \[.*\] that the model does not have; make"):
         run.of(CONFIG)
 
 
