@@ -156,7 +156,8 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
         A report of each step, as soon as the step is done.
 
     Raises:
-        ConfigError: The run has a custom loss or metrics, and an objective with its own.
+        ConfigError: The run has a custom loss or metrics, and an objective with its own; or one of its functions is
+            none, or returns something else than it should.
         LossError: On all ranks, with the weights of the previous step: the loss or the gradients are not finite, and
             `config.non_finite` does not allow skipping the step.
 
@@ -164,6 +165,7 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
         >>> for report in train(run):  # doctest: +SKIP
         ...     print(report.step, report.loss)
     """
+    run.functions.check()
     if not run.objective.is_cross_entropy and (run.functions.loss or run.functions.metrics):
         raise ConfigError(
             f"run.functions has a loss or metrics for objective=sft, and objective={run.objective.name} has its own, "

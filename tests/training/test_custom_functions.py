@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import WRAPPERS
 from fsdp_shard.training.config import TrainConfig
-from fsdp_shard.training.held_out.evaluator import evaluate_loss
+from fsdp_shard.training.held_out.evaluator import HeldOutEvaluator, evaluate_loss
 from fsdp_shard.training.loss.custom_functions import CustomFunctions, import_loss
 from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
 from fsdp_shard.training.optim.build import build_optimizer
@@ -150,11 +151,63 @@ def test_whole_logits_where_the_head_would_compute_the_loss(alone: DistributedCo
         (lambda output, batch: output.logits.sum(), "The loss function must return a tuple of a sum"),
         (lambda output, batch: (output.logits, 3), "a sum, which is a tensor of one number"),
         (lambda output, batch: (output.logits.sum().detach(), 3), "a sum without a gradient"),
+        (lambda output, batch: (output.logits.sum(), -5), r"<lambda> has returned \(a tensor of float32 \[\], -5\)\."),
+        (lambda output, batch: (output.logits.sum(), math.nan), r"float32 \[\], nan\)\."),
+        (lambda output, batch: (output.logits.sum(), True), r"float32 \[\], True\)\."),
+        (lambda output, batch: (output.logits.sum(), batch["labels"] > 0), r"a tensor of bool \[1, 8\]\)\."),
+        (lambda output, batch: (output.logits.sum() * 1j, 3), r"has returned \(a tensor of complex64 \[\], 3\)\."),
+        (lambda output, batch: None, "has returned None"),
+        (5, r"run\.functions\.loss is 5, expected a function"),
     ],
 )
 def test_what_is_no_loss(alone: DistributedContext, returned: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Run(alone).go(CONFIG, functions=CustomFunctions(returned))
+
+
+def test_a_negative_count_on_the_device_is_an_error(alone: DistributedContext) -> None:
+    """Nothing waits for a device to tell its value, and a loss of 0 would go unnoticed."""
+    functions = CustomFunctions(lambda output, batch: (output.logits.square().sum(), torch.tensor(-5)))
+    with pytest.raises(LossError, match="has loss inf"):
+        Run(alone).go(CONFIG, functions=functions)
+
+
+@pytest.mark.parametrize(("returned", "described"), [
+    (None, "None"),
+    ([("a", 1, 1)], r"\(\('a', 1, 1\)\)"),
+    ({1: (torch.ones(()), 1)}, r"the names \[1\]"),
+])  # fmt: skip
+def test_what_is_no_metrics(alone: DistributedContext, returned: Any, described: str) -> None:
+    functions = CustomFunctions(metrics=lambda output, batch: returned)
+    with pytest.raises(ConfigError, match=f"must return a dict of a sum and a count by name.*has returned {described}"):
+        Run(alone).go(CONFIG, functions=functions)
+
+
+@pytest.mark.parametrize(("returned", "described"), [
+    (None, "None"),
+    ("abc", "'abc'"),
+    ([{"prompt": "a", "completion": "b"}], "a list with {'prompt': 'a', 'completion': 'b'}"),
+    ([("a", "b"), ("a", 2)], r"a list with \('a', 2\)"),
+])  # fmt: skip
+def test_what_is_no_samples(alone: DistributedContext, returned: Any, described: str) -> None:
+    run = Run(alone).of(
+        dataclasses.replace(CONFIG, eval_every=1), functions=CustomFunctions(samples=lambda _: returned)
+    )
+    log: Any = None
+    with pytest.raises(ConfigError, match=rf"a list of \(prompt, completion\).*<lambda> has returned {described}\."):
+        HeldOutEvaluator(run, None, log).before_training()
+
+
+def other_samples(context: DistributedContext) -> str:
+    functions = CustomFunctions(samples=lambda _: [("a", "b")] if context.rank else None)  # type: ignore[arg-type]  # it is wrong
+    log: Any = None
+    with pytest.raises(ConfigError) as caught:
+        HeldOutEvaluator(Run(context).of(CONFIG, functions=functions), None, log).before_training()
+    return str(caught.value)
+
+
+def test_samples_of_rank_0_count() -> None:
+    assert all("has returned None" in message for message in on_ranks(2, other_samples))
 
 
 def test_metrics_have_the_same_names_always(alone: DistributedContext) -> None:

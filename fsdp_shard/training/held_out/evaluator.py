@@ -5,18 +5,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from fsdp_shard.data import Batch, Concatenation, MapDataset
-from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.distributed import DistributedContext, run_on_main
 from fsdp_shard.errors import LossError
 from fsdp_shard.sharding import ShardedModel, free_gathered, without_context_parallel
 from fsdp_shard.training.batch_loader import context_ranks, evaluation_batches, own_part, read_batch, to_device
 from fsdp_shard.training.dataset_figures import finite
 from fsdp_shard.training.loop import TrainingRun
-from fsdp_shard.training.loss.custom_functions import CustomFunctions, StepSums, metric_means
+from fsdp_shard.training.loss.custom_functions import CustomFunctions, StepSums, check_samples, metric_means
 from fsdp_shard.training.objectives.objective import ForwardPass, ObjectiveConfig, Reference, Teacher
 from fsdp_shard.training.trainer_state import TrainerState, is_due
 from fsdp_shard.utils import json_digest
@@ -112,6 +113,7 @@ class HeldOutEvaluator:
 
     def _evaluate(self) -> None:
         run, state = self._run, self._run.state
+        run.functions.check()
         if self._samples is not None:
             size, objective, reference = run.config.micro_batch_size, run.objective, run.reference
             report = evaluate_loss(
@@ -127,6 +129,7 @@ class HeldOutEvaluator:
         if run.functions.samples is not None:
             with eval_mode(run.model), without_context_parallel(run.model.module):
                 samples = run.functions.samples(run.model)
+            run_on_main(run.context, partial(check_samples, run.functions.samples, samples))
             self._log.samples(state.step, samples)
         state.evaluation_pending = False
 

@@ -82,7 +82,8 @@ class CustomFunctions:
             losses, a scalar in nats, and a count; the sums of a step are divided by the total of its counts. With
             `shard.context_parallel`, output and batch cover only a rank's own tokens.
         metrics: Takes the same arguments. Returns a sum and a count by name; the names must always be the same.
-        samples: Takes the model in eval mode, on every rank, whenever a run evaluates. Returns prompts and completions.
+        samples: Takes the model in eval mode, on every rank, whenever a run evaluates. Returns a list of prompts and
+            completions; that of rank 0 counts.
         names: The names of the metrics, sorted, once they are known.
     """
 
@@ -90,6 +91,13 @@ class CustomFunctions:
     metrics: MetricsFunction | None = None
     samples: SamplesFunction | None = None
     names: list[str] | None = field(default=None, init=False)
+
+    def check(self) -> None:
+        """Raise ConfigError if one of them cannot be called."""
+        for kind in ("loss", "metrics", "samples"):
+            function = getattr(self, kind)
+            if function is not None and not callable(function):
+                raise ConfigError(f"run.functions.{kind} is {function!r}, expected a function; set one, or None.")
 
     def agree(self, names: list[str], context: DistributedContext) -> list[str]:
         """Return the names of the metrics, in the same order on all ranks. The first call is a collective.
@@ -129,11 +137,14 @@ class StepSums:
         """Add the metrics of a micro-batch; return the sum of its losses [], and add its count, if a loss is given."""
         if self._functions.metrics is not None:
             with torch.no_grad():
-                for name, pair in self._functions.metrics(output, batch).items():
-                    self.add_metric(name, *_check_pair(f"The metric {name}", pair))
+                found = self._functions.metrics(output, batch)
+                _check_metrics(self._functions.metrics, found)
+                for name, pair in found.items():
+                    self.add_metric(name, *_check_pair(f"The metric {name}", self._functions.metrics, pair))
         if self._functions.loss is None:
             return None
-        total, count = _check_pair("The loss function", self._functions.loss(output, batch))
+        returned = self._functions.loss(output, batch)
+        total, count = _check_pair("The loss function", self._functions.loss, returned)
         if torch.is_grad_enabled() and not total.requires_grad:
             raise ConfigError(
                 "The loss function returned a sum without a gradient: it must be computed from the output. Where a "
@@ -159,7 +170,8 @@ class StepSums:
         if self._count is None:
             return loss
         count = self.total_count() / self._context.world_size
-        factor = torch.where(count > 0, divisor.double() / count, 0.0)
+        # A negative count, which only the device knows, makes the loss infinite, and so an error.
+        factor = torch.where(count == 0, 0.0, divisor.double() / count.clamp(min=0))
         for param in module.parameters():
             if param.grad is not None:
                 local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
@@ -202,10 +214,59 @@ def metric_means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float
     return {name: a / b if b else math.nan for name, a, b in zip(names, sums[::2], sums[1::2], strict=True)}
 
 
-def _check_pair(what: str, pair: Any) -> SumAndCount:
+def check_samples(function: SamplesFunction, samples: Any) -> None:
+    """Raise ConfigError unless `samples`, returned by `function`, are prompts and completions."""
+    if isinstance(samples, list | tuple):
+        wrong = [one for one in samples if not _is_text_pair(one)]
+        if not wrong:
+            return
+        described = f"a {type(samples).__name__} with {_describe(wrong[0])}"
+    else:
+        described = _describe(samples)
+    raise ConfigError(
+        f"The samples function must return a list of (prompt, completion), both strings; {_name(function)} has "
+        f"returned {described}."
+    )
+
+
+def _is_text_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(text, str) for text in value)
+
+
+def _check_metrics(function: MetricsFunction, metrics: Any) -> None:
+    names = list(metrics) if isinstance(metrics, Mapping) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"The metrics function must return a dict of a sum and a count by name, a string; {_name(function)} has "
+            f"returned {_describe(metrics) if names is None else f'the names {names}'}."
+        )
+
+
+def _check_pair(what: str, function: Callable[..., Any], pair: Any) -> SumAndCount:
+    # Of a tensor only the dtype and the shape: to read its value would wait for the device.
     match pair:
-        case (torch.Tensor() as total, torch.Tensor() | int() | float() as count) if total.numel() == 1:
+        case (torch.Tensor() as total, count) if total.numel() == 1 and not total.is_complex() and _is_count(count):
             return total.reshape(()), count
     raise ConfigError(
-        f"{what} must return a tuple of a sum, which is a tensor of one number, and a count; it has returned {pair!r}."
+        f"{what} must return a tuple of a sum, which is a tensor of one number, and a count, a number from 0 on or a "
+        f"tensor of one number; {_name(function)} has returned {_describe(pair)}."
     )
+
+
+def _is_count(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def _describe(value: Any) -> str:
+    """What a function has returned, without the values of tensors."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, list | tuple) and 0 < len(value) <= 3:
+        return f"({', '.join(map(_describe, value))})"
+    return repr(value)
