@@ -366,6 +366,20 @@ def test_a_model_is_copied_if_no_block_is_streamed(sources: dict[str, Path]) -> 
         pickle.dumps(load_dispatched(sources["whole"], "disk"))
 
 
+def _refusal(model: Any) -> str:
+    with pytest.raises(RunError) as caught:
+        tokens(model)
+    return str(caught.value)
+
+
+def test_a_forked_process_does_not_wait_for_threads_that_it_lacks(sources: dict[str, Path]) -> None:
+    for prefetch in (0, 1):
+        model = load_dispatched(sources["whole"], "disk", prefetch_blocks=prefetch)
+        expected = tokens(model)
+        assert "cannot run in a process that was forked after it was loaded" in in_child(_refusal, model)
+        assert torch.equal(tokens(model), expected)
+
+
 @pytest.mark.parametrize("kind", ["prophetnet", "funnel"])
 def test_models_that_use_weights_outside_of_their_module_are_refused(tmp_path: Path, kind: str) -> None:
     if kind == "prophetnet":

@@ -8,6 +8,7 @@ passes, so an encoder that runs once does not confuse the decoder.
 Instead of the passes, a schedule may control when blocks are fetched and released (`layer_major`).
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -28,6 +29,11 @@ ANOTHER_THREAD = (
 CANNOT_COPY = (
     "A model with blocks that are streamed cannot be copied or pickled; load it again by load_dispatched, in the "
     "process that needs it, or keep all of it in memory (device_map=cpu)."
+)
+FORKED = (
+    "A model with blocks that are streamed cannot run in a process that was forked after it was loaded, which lacks "
+    "the threads that read them; load it by load_dispatched in the process that needs it, or keep all of it in memory "
+    "(device_map=cpu)."
 )
 _KEEP = "keep this block in memory, by a larger max_memory or a device_map that names it"
 
@@ -98,6 +104,7 @@ class BlockStream:
         # Two, so that the next block's reads are queued while a block's last reads are in progress.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="fsdp-shard-prefetch")
         self._lock = Lock()
+        self._process = os.getpid()
         self._thread: int | None = None  # the thread of the current pass
         self._driver: Driver | None = None
         self._end: int | None = None  # the first block of the next round, if there is no next round
@@ -135,6 +142,7 @@ class BlockStream:
                 f"A {type(module).__name__} whose weights are streamed got an input without values: the model's "
                 f"code asks for the device of these weights, which are on meta between passes. To avoid that, {_KEEP}."
             )
+        self._check_process()
         if self._driver is not None:
             self._driver.before(number, (*args, *kwargs.values()))
         else:
@@ -164,6 +172,7 @@ class BlockStream:
     @contextmanager
     def driven(self, driver: Driver) -> Iterator[None]:
         """Within the context, call `driver` as passes reach blocks and leave them; it calls `enter` and `leave`."""
+        self._check_process()
         with self._lock:
             if self._driver is not None:
                 raise RunError(ANOTHER_THREAD)
@@ -189,6 +198,11 @@ class BlockStream:
         """Release the weights of block `number`, if entered."""
         with self._lock:
             self._leave(number)
+
+    def _check_process(self) -> None:
+        """Reject passes in a forked process, which would wait forever for threads that it does not have."""
+        if os.getpid() != self._process:
+            raise RunError(FORKED)
 
     def _check_thread(self) -> None:
         """Reject concurrent passes, which would exceed the reserved memory and overwrite each other's buffers."""
