@@ -127,13 +127,16 @@ def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2",
     Existing weights are kept; those of a model on the meta device are left unfilled.
 
     Args:
-        model: The model, on the device of `context` or on meta. For a transformers model on meta, the buffers that
-            checkpoints do not store (rotary frequencies) are computed.
+        model: The model, on the device of `context` or on meta, under no wrapper. For a transformers model on meta, the
+            buffers that checkpoints do not store (rotary frequencies) are computed. In other models, a module must not
+            read another one's weights without calling it, unless `min_params` keeps both in one unit.
         context: The ranks, from `init_distributed`.
         wrapper: `fsdp2`, `fsdp1` or `ddp`.
         settings: `shard.*` settings. `param_dtype`, the dtype of the computation, is bfloat16 unless it is set, and
-            float32 under ddp. With `activation_checkpointing`, the model has to be called with `use_cache=False`: a
-            recomputed block would fill a cache a second time, and torch may raise a RuntimeError.
+            float32 under ddp. Floating-point inputs are cast to it, but neither buffers nor tensors that the forward
+            pass makes: where torch finds float32 beside bfloat16, cast in the model, or set `param_dtype="float32"`.
+            With `activation_checkpointing`, the model has to be called with `use_cache=False`: a recomputed block would
+            fill a cache a second time, and torch may raise a RuntimeError.
 
     Returns:
         The sharded model.
