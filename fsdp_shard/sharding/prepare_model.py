@@ -75,7 +75,7 @@ def complete_buffers(model: nn.Module, context: DistributedContext) -> None:
         rebuild_buffers(model, context.device)
 
 
-def refuse_wrapped(model: nn.Module) -> None:
+def refuse_wrapped(model: object) -> None:
     """Raise ConfigError if `model`, or a module in it, is wrapped or sharded already, or if it is no module."""
     if not isinstance(model, nn.Module):
         is_sharded = isinstance(getattr(model, "module", None), nn.Module)

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -199,8 +199,8 @@ def test_what_is_no_samples(alone: DistributedContext, returned: Any, described:
 
 
 def other_samples(context: DistributedContext) -> str:
-    functions = CustomFunctions(samples=lambda _: [("a", "b")] if context.rank else None)  # type: ignore[arg-type]  # it is wrong
-    log: Any = None
+    samples: Any = [("a", "b")] if context.rank else None
+    functions, log = CustomFunctions(samples=lambda _: samples), cast("Any", None)
     with pytest.raises(ConfigError) as caught:
         HeldOutEvaluator(Run(context).of(CONFIG, functions=functions), None, log).before_training()
     return str(caught.value)
