@@ -170,6 +170,9 @@ def test_a_negative_count_on_the_device_is_an_error(alone: DistributedContext) -
     functions = CustomFunctions(lambda output, batch: (output.logits.square().sum(), torch.tensor(-5)))
     with pytest.raises(LossError, match="has loss inf"):
         Run(alone).go(CONFIG, functions=functions)
+    model: Any = Plain(llama())
+    with pytest.raises(LossError, match=r"^The loss function counted -\d+\.0 in the held-out data, so"):
+        evaluate_loss(model, uneven(), 4, alone, functions)
 
 
 @pytest.mark.parametrize(("returned", "described"), [

@@ -266,6 +266,7 @@ class _Backward(ShuffledDataset):
 
     def __init__(self, dataset: SourceDataset) -> None:
         super().__init__(dataset, SEED)
+        self.identity = f"{dataset.identity}, backward"
 
     def index_of(self, position: int) -> int:
         return len(self.dataset) - 1 - position % len(self.dataset)
@@ -279,6 +280,7 @@ def test_ones_own_order_decides_which_samples_have_values() -> None:
     extended = with_token_values(data, {"a": np.arange(400)[:, None]}, np.arange(0, 401, 8), used)
     again = own.with_sources([extended])
     assert isinstance(again, _Backward)
+    assert again.identity == f"{data.identity}, backward"
     assert again.sample(1).token_values["a"][:, 0].tolist() == [*range(384, 392)]
     assert own.dataset is data, "the first one is unchanged"
     assert extended.sample(NO_WINDOW).token_values["a"].size == 0

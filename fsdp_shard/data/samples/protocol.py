@@ -127,7 +127,7 @@ class Dataset(ABC):
         """Return the same order of samples, from the start, with other `sources`.
 
         Args:
-            sources: Replacements, each as long as the dataset it replaces.
+            sources: Replacements with the same samples, which may have further values.
         """
         return self
 
@@ -191,8 +191,8 @@ class ShuffledDataset(Dataset):
 
     def with_sources(self, sources: Sequence[SourceDataset]) -> Self:
         (source,) = sources
-        other = copy(self)  # of a subclass, too, whatever its constructor takes
-        other.dataset, other.sequence_length, other.identity = source, source.sequence_length, source.identity
+        other = copy(self)  # also of a subclass, whose constructor and identity may be its own
+        other.dataset = source
         return other
 
     def index_of(self, position: int) -> int:

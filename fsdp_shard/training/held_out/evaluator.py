@@ -265,9 +265,9 @@ class _Evaluation:
         """Return the means; raise LossError if the loss is not finite."""
         pairs = list(zip(sums.terms, sums.counts, strict=True))
         of_set = f" of {name}" if name else ""
-        if self.functions.loss is not None and not any(sums.counts):
+        if self.functions.loss is not None and (counted := sums.counts[0]) <= 0:
             raise LossError(
-                f"The loss function counted nothing in the held-out data{of_set}, so there is no mean: "
+                f"The loss function counted {counted or 'nothing'} in the held-out data{of_set}, so there is no mean: "
                 f"give held-out data with what it counts, or none."
             )
         loss = math.fsum(total / count if count else math.nan for total, count in pairs)
