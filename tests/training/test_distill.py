@@ -285,7 +285,7 @@ def test_ones_own_order_decides_which_samples_have_values() -> None:
     assert own.dataset is data, "the first one is unchanged"
     assert extended.sample(NO_WINDOW).token_values["a"].size == 0
     for late in (ShuffledDataset(extended, SEED), ShuffledDataset(extended.slice(0, 10), SEED)):
-        with pytest.raises(ConfigError, match=r"has no a, which fs\.add_reference adds .* before that call"):
+        with pytest.raises(ConfigError, match=r"has no a: fs\.add_reference adds .* before that call"):
             late.batch(range(10))
     with pytest.raises(ConfigError, match=r"lack the teacher's tokens, which fs\.add_reference"):
         PrecomputedTeacher().targets(to_device(own.batch([0]), CPU))

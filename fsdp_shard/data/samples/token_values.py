@@ -79,8 +79,8 @@ class _WithTokenValues(_WrappedDataset):
     def _sample(self, index: int | None, epoch: int) -> Sample:
         if index is not None and not self.known[index]:
             raise ConfigError(
-                f"Sample {index} has no {' and '.join(sorted(self.values))}, which fs.add_reference adds to samples "
-                f"that data.train and data.held_out contain by then; give data.train its own order before that call."
+                f"Sample {index} has no {' and '.join(sorted(self.values))}: fs.add_reference adds them to the samples "
+                f"of the run in the order that data.train has by then; give data.train its own order before that call."
             )
         own = slice(0, 0) if index is None else slice(int(self.starts[index]), int(self.starts[index + 1]))
         values = {name: np.asarray(array[own]) for name, array in self.values.items()}
