@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from fsdp_shard import config as configs
 from fsdp_shard.checkpoint import Location
-from fsdp_shard.utils import walk
+from fsdp_shard.utils import Derived, walk
 
 C = TypeVar("C", bound=configs.RunConfig)
 
@@ -32,7 +32,8 @@ class MachineCheck(Generic[C]):
         before = {name: value for name, _, value in walk(config)}
         self._check(config)
         changed = {name: value for name, _, value in walk(config) if value != before[name]}
-        source: Location | None = vars(config).get("source")  # cached there if the check has located it
+        kept = getattr(type(config), "source", None)  # of two commands
+        source: Location | None = kept.kept(config) if isinstance(kept, Derived) else None
         return json.dumps({"settings": changed, "source": source and source.to_json()})
 
     def accept(self, config: C, settled: str) -> None:
@@ -45,4 +46,4 @@ class MachineCheck(Generic[C]):
                 owner = getattr(owner, section)
             setattr(owner, last, value)
         if found["source"] is not None:
-            config.source = Location.from_json(found["source"])  # type: ignore[attr-defined]  # cached, of two commands
+            config.source = Location.from_json(found["source"])  # type: ignore[attr-defined]  # as above

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fsdp_shard.checkpoint import DEFAULT_SHARD_SIZE, CheckpointConfig, ConvertSettings, Location, locate
@@ -30,7 +29,7 @@ from fsdp_shard.training import (
     TrainConfig,
     check_inputs,
 )
-from fsdp_shard.utils import refuse_changed, refuse_remote, setting, walk
+from fsdp_shard.utils import derived, refuse_changed, refuse_remote, setting, walk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -164,7 +163,7 @@ class FinetuneConfig(RunConfig):
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
-    @cached_property
+    @derived("model.path", "model.gguf_file")
     def source(self) -> Location:
         """The location that `model.path` leads to, resolved once."""
         return locate(self.model.path, self.model.gguf_file)
@@ -359,7 +358,7 @@ class PlanConfig(RunConfig, PlanSettings):
     def _only_prints(self) -> bool:
         return True
 
-    @cached_property
+    @derived("model.path", "model.gguf_file")
     def source(self) -> Location:
         """The location that `model.path` leads to, resolved once; weights of a hub id are not downloaded."""
         return locate(self.model.path, self.model.gguf_file, fetch_weights=False)

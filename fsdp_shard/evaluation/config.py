@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 from fsdp_shard.checkpoint import Location, locate
@@ -19,7 +18,7 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.evaluation.scored_rows.config import ScoringConfig
 from fsdp_shard.inference import CheckpointSettings, DispatchConfig
 from fsdp_shard.models import CAUSAL, SEQUENCE_CLASSIFICATION
-from fsdp_shard.utils import Parsed, non_default_settings, refuse_changed, require_package, setting
+from fsdp_shard.utils import Parsed, derived, non_default_settings, refuse_changed, require_package, setting
 
 PERPLEXITY, LM_EVAL, SPEED = "perplexity", "lm_eval", "speed"
 CLASSIFICATION, REWARD, GENERATION = "classification", "reward", "generation"
@@ -185,7 +184,7 @@ class EvaluateSettings(CheckpointSettings):
     batch_size: int = setting(8, "Windows, questions, texts, pairs or prompts per batch.", minimum=1)
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
 
-    @cached_property
+    @derived("against")
     def other_source(self) -> Location | None:
         """The located `against`, located once."""
         return None if self.against is None else locate(self.against)

@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ from fsdp_shard.models import REMOTE_CODE
 from fsdp_shard.utils import (
     REQUIRED,
     Parsed,
+    derived,
     free_text,
     nearest,
     parse_size,
@@ -248,7 +248,7 @@ class CheckpointSettings(SourceSettings):
         REQUIRED, "A run or one of its steps (RUN@best), a checkpoint of any format, a .gguf file, or a hub id."
     )
 
-    @cached_property
+    @derived("checkpoint", "base", "config", "tokenizer")
     def source(self) -> Location:
         """The located `checkpoint`, located once."""
         return locate(self.checkpoint, base=self.base, config=self.config, tokenizer=self.tokenizer)
@@ -342,7 +342,7 @@ class GenerateSettings(CheckpointSettings):
         if paths:
             require_package("peft", "lora", f"{prefix}adapters", f"remove {prefix}adapters")
 
-    @cached_property
+    @derived("adapters")
     def adapter_sources(self) -> dict[str, Location]:
         """The located `adapters`, by name; errors name the setting."""
         return locate_adapters(self.adapter_paths)

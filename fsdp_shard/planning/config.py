@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from fsdp_shard.checkpoint import Location
@@ -10,7 +9,7 @@ from fsdp_shard.distributed import LaunchConfig
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference import DispatchConfig, locate_adapters, parse_adapters
 from fsdp_shard.planning.devices import AutoDeviceConfig, DeviceConfig
-from fsdp_shard.utils import Parsed, setting
+from fsdp_shard.utils import Parsed, derived, setting
 
 
 @dataclass
@@ -149,7 +148,7 @@ class PlanSettings:
 
     adapter_paths = Parsed("adapters", parse_adapters)
 
-    @cached_property
+    @derived("adapters")
     def adapter_sources(self) -> dict[str, Location]:
         """The located `adapters`, by name; errors name the setting."""
         return locate_adapters(self.adapter_paths)

@@ -66,10 +66,12 @@ from .process_memory import (
 from .secrets import redact as redact, redact_setting as redact_setting
 from .settings import (
     REQUIRED as REQUIRED,
+    Derived as Derived,
     Parsed as Parsed,
     check as check,
     check_one as check_one,
     chosen_options as chosen_options,
+    derived as derived,
     flatten as flatten,
     free_text as free_text,
     in_yaml as in_yaml,

@@ -11,6 +11,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, Generic, Self, TypeVar, overload
 
@@ -112,37 +113,68 @@ def chosen_options(defaults: Iterable[Any]) -> dict[Any, Any]:
     return {group: option for entry in defaults if isinstance(entry, dict) for group, option in entry.items()}
 
 
-class Parsed(Generic[T]):
-    """The typed value of a setting, parsed once: by `check`, or when it is first used.
+class Derived(Generic[T]):
+    """A value made from settings when it is first used, and made anew once they have changed.
 
-    Declare it in a config dataclass without an annotation, so that it is not a field:
-
-        max_shard_size: str = setting("5GB", "...")
-        max_shard_bytes = Parsed("max_shard_size", parse_size)
+    Declare it in a config dataclass without an annotation, or by `derived`, so that it is not a field.
     """
 
-    def __init__(self, setting: str, parse: Callable[[Any, str], T]) -> None:
-        """`parse` accepts the value and the full name of `setting`, for its ConfigError."""
-        self._setting = setting
-        self._parse = parse
+    def __init__(self, settings: Sequence[str], make: Callable[[Any], T]) -> None:
+        """`make` accepts the config; `settings` are the dotted names of those that it reads."""
+        self._settings = tuple(map(operator.attrgetter, settings))
+        self._make = make
+        self.__doc__ = make.__doc__
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+        self._name = f"_{name}"
 
     @overload
     def __get__(self, config: None, owner: type) -> Self: ...
     @overload
     def __get__(self, config: object, owner: type) -> T: ...
     def __get__(self, config: Any, owner: type) -> T | Self:
-        return self if config is None else self.of(config)
+        return self if config is None else self._kept_or(config, self._make)
+
+    def __set__(self, config: Any, value: T) -> None:
+        vars(config)[self._name] = self._key(config), value
+
+    def kept(self, config: Any) -> T | None:
+        """Return the value if it was made from the present settings of `config`, else None."""
+        key, value = vars(config).get(self._name, (None, None))
+        return value if key == self._key(config) else None
+
+    def _key(self, config: Any) -> str:
+        # Text, because lists and dicts are changed in place.
+        return repr([get(config) for get in self._settings])
+
+    def _kept_or(self, config: Any, make: Callable[[Any], T]) -> T:
+        if vars(config).get(self._name, (None, None))[0] != self._key(config):
+            self.__set__(config, make(config))
+        value: T = vars(config)[self._name][1]
+        return value
+
+
+def derived(*settings: str) -> Callable[[Callable[[Any], T]], Derived[T]]:
+    """Turn a method of a config into a `Derived` value of the settings with these dotted names."""
+    return partial(Derived, settings)
+
+
+class Parsed(Derived[T]):
+    """The typed value of a setting, parsed once: by `check`, or when it is first used.
+
+    max_shard_size: str = setting("5GB", "...")
+    max_shard_bytes = Parsed("max_shard_size", parse_size)
+    """
+
+    def __init__(self, setting: str, parse: Callable[[Any, str], T]) -> None:
+        """`parse` accepts the value and the full name of `setting`, for its ConfigError."""
+        super().__init__((setting,), lambda config: parse(getattr(config, setting), setting))
+        self._setting = setting
+        self._parse = parse
 
     def of(self, config: Any, prefix: str = "") -> T:
         """Return the parsed value of `config`, whose settings are named `prefix` + name."""
-        values = vars(config)
-        if self._name not in values:
-            values[self._name] = self._parse(getattr(config, self._setting), prefix + self._setting)
-        value: T = values[self._name]  # in the instance it hides this descriptor
-        return value
+        return self._kept_or(config, lambda _: self._parse(getattr(config, self._setting), prefix + self._setting))
 
 
 def non_default_settings(config: Any, names: Iterable[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import fsdp_shard as fs
 from fsdp_shard.config import COMMANDS
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.training import DistillConfig
 from tests.config.composed import refusal
 
 
@@ -119,3 +121,24 @@ def test_a_required_setting_may_be_left_to_another_one(tiny_model: Path) -> None
     config = fs.EvaluateConfig(checkpoint=str(tiny_model), task="speed")
     fs.check_evaluation(config)
     assert config.data.path == ""
+
+
+def test_what_is_made_from_settings_follows_them(tmp_path: Path) -> None:
+    """A config is used for several runs: values of settings that have changed since are made anew, others kept."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    finetune, plan = fs.FinetuneConfig(), fs.PlanConfig()
+    evaluate, distill = fs.EvaluateConfig(checkpoint=a, against=a), DistillConfig(teacher=a)
+    for path in (a, b):
+        finetune.model.path = plan.model.path = evaluate.checkpoint = evaluate.against = distill.teacher = path
+        for source in (finetune.source, plan.source, evaluate.source, evaluate.other_source, distill.source):
+            assert source is not None
+            assert source.path == path
+    assert finetune.source is finetune.source, "a location holds open files"
+    assert copy.deepcopy(finetune).source.path == b
+    evaluate.dispatch.max_memory = {0: "2GB"}
+    assert evaluate.dispatch.budgets == {0: 2_000_000_000}
+    evaluate.dispatch.max_memory["cpu"] = "1GB"
+    assert evaluate.dispatch.budgets == {0: 2_000_000_000, "cpu": 1_000_000_000}

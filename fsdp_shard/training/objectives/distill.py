@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fsdp_shard.checkpoint import Location, locate
 from fsdp_shard.errors import InputError
 from fsdp_shard.models import CAUSAL
 from fsdp_shard.training.objectives.objective import PRECOMPUTED, ForwardPass, ObjectiveConfig
-from fsdp_shard.utils import REQUIRED, setting
+from fsdp_shard.utils import REQUIRED, derived, setting
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +76,7 @@ class DistillConfig(ObjectiveConfig):
         """How many of the teacher's tokens count for each prediction; `config` is the teacher's, or the student's."""
         return self.top_k or int(config.get_text_config().vocab_size)
 
-    @cached_property
+    @derived("teacher")
     def source(self) -> Location:
         """The location that `teacher` leads to, resolved once; errors name the setting."""
         return self.locate()
