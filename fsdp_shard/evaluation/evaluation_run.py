@@ -37,8 +37,12 @@ def check_evaluation(settings: EvaluateSettings) -> None:
     check_inputs(settings)
     for source in settings.sources:
         check_checkpoint(source)
-    check_task = EVALUATIONS[settings.task].check
-    if check_task is not None:
+    _check_task(settings)
+
+
+def _check_task(settings: EvaluateSettings) -> None:
+    """Check the settings against the models, and set lengths that are left to them."""
+    if (check_task := EVALUATIONS[settings.task].check) is not None:
         check_task(settings)
 
 
@@ -48,7 +52,7 @@ def run_evaluation(
     """Evaluate the model in `checkpoint`, then the one in `against`, and print the figures.
 
     Args:
-        settings: The settings, as `check_evaluation` leaves them.
+        settings: The settings; lengths that are left to the model are filled in.
         run_dir: Directory for the losses of finished batches, documents.jsonl, samples and speed.svg.
         seed: Seed of document resamples, and of the prompts for speed measurements.
         context: The ranks, which each hold the whole model and divide the batches; None for a single process.
@@ -79,6 +83,7 @@ def run_evaluation(
             check_left_to_right(config)
         if settings.data.packing:
             check_packing(config)
+    _check_task(settings)
     tokenizer = load_tokenizer(settings.source.tokenizer_directory, trust)
     if context is not None:  # weight digests, and batches of large models, take longer than a training step
         context = context.with_new_group(LONGEST_TIMEOUT_SECONDS)

@@ -33,6 +33,14 @@ def check_plan(config: PlannedSettings) -> None:
     Example:
         >>> fs.check_plan(config)  # doctest: +SKIP
     """
+    _check_settings(config)
+    source = planned_model(config).source
+    check_model_config(source.config_directory)
+    source.check_dequantizable()
+
+
+def _check_settings(config: PlannedSettings) -> None:
+    """Check what needs no model: settings and packages."""
     check(config)
     if config.run is not None and Path(config.run_dir).resolve() == Path(config.run).resolve():
         raise ConfigError(
@@ -43,9 +51,6 @@ def check_plan(config: PlannedSettings) -> None:
     config.optim.check_installed()
     if config.search and config.kept_run_dir is not None:
         require_package("matplotlib", "plots", "search=true with run_dir", "remove run_dir")
-    source = planned_model(config).source
-    check_model_config(source.config_directory)
-    source.check_dequantizable()
 
 
 def plan_run(config: PlannedSettings) -> PlanResult:
@@ -58,7 +63,7 @@ def plan_run(config: PlannedSettings) -> PlanResult:
         The plan.
 
     Raises:
-        ModelError, ConfigError: The model cannot be built, or the settings do not suit it.
+        ModelError, ConfigError: A setting is wrong, the model cannot be built, or the settings do not suit it.
 
     Example:
         >>> plan = fs.plan_run(config)  # doctest: +SKIP
@@ -71,6 +76,7 @@ def plan_run(config: PlannedSettings) -> PlanResult:
     from fsdp_shard.planning.measured.measured_run import read_measured
     from fsdp_shard.training import check_task, origin_config, settle_run_length
 
+    _check_settings(config)
     model, trusted = planned_model(config), config.model.trust_remote_code
     measured = None
     if config.run is not None:

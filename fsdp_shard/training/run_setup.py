@@ -46,7 +46,7 @@ from fsdp_shard.training.sample_length import describe_lengths
 from fsdp_shard.training.seeding import deterministic_algorithms, tf32_products
 from fsdp_shard.training.stop_signal import StopSignal, interrupted
 from fsdp_shard.training.trainer_state import TrainerState
-from fsdp_shard.utils import device_peak_bytes, format_count, keep_freed_memory, reset_device_peak, say
+from fsdp_shard.utils import check, device_peak_bytes, format_count, keep_freed_memory, reset_device_peak, say
 
 
 @contextmanager
@@ -59,12 +59,14 @@ def start_run(config: FinetuneSettings) -> Iterator[RunStart]:
         config: The settings of `finetune`.
 
     Raises:
-        ConfigError, CheckpointError: On all ranks: another run uses the directory, or the run cannot be resumed.
+        ConfigError, CheckpointError: On all ranks: a setting is wrong, another run uses the directory, or the run cannot
+            be resumed.
 
     Example:
         >>> with fs.start_run(config) as start:  # doctest: +SKIP
         ...     print(start.context.world_size, start.resume_from)
     """
+    check(config)
     launch, shard = config.launch, config.shard
     with (
         deterministic_algorithms(config.train.deterministic),

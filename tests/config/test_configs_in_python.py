@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,11 @@ def _check_generation(config: fs.GenerateConfig) -> None:
     fs.check_generation(config, config.launch, None, config.seed)
 
 
+def _start(config: fs.FinetuneConfig) -> None:
+    with fs.start_run(config):
+        pass
+
+
 CHECKS: dict[str, Callable[[Any], None]] = {
     "finetune": fs.check_finetune,
     "convert": fs.check_conversion,
@@ -30,15 +36,20 @@ CHECKS: dict[str, Callable[[Any], None]] = {
 }
 
 RUNS: dict[str, Callable[[Any], object]] = {
+    "finetune": _start,
     "convert": fs.run_conversion,
     "evaluate": lambda config: fs.run_evaluation(config, "run"),
     "generate": lambda config: fs.complete_prompts(config, None, 0),
+    "plan": fs.plan_run,
 }
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("finetune", {"train.steps": 0}),
     ("finetune", {"loss": "mine:loss", "model.chunked_loss": True}),
     ("finetune", {"checkpoint.keep_every": 2}),
+    ("finetune", {"checkpoint.keep_last": 0}),
+    ("finetune", {"train.max_grad_norm": math.nan}),
+    ("finetune", {"launch.device": "tpu"}),
     ("finetune", {"data.cache_dir": "s3://bucket/cache"}),
     ("finetune", {"run_dir": "s3://bucket/run"}),
     ("convert", {"ranks": 2}),
@@ -67,6 +78,9 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("generate", {"output": "s3://bucket/a.jsonl"}),
     ("plan", {"train.micro_batch_size": 0}),
     ("plan", {"launch.max_restarts": 2}),
+    ("plan", {"launch.ranks": "4:2"}),
+    ("plan", {"data.sequence_length": -100}),
+    ("plan", {"shard.param_dtype": "bf16"}),
 ]
 
 
@@ -104,9 +118,17 @@ def test_what_the_command_line_refuses_is_refused_in_python(
     words = {True: "true"}
     said = refusal(command, *(f"{name}={words.get(value, value)}" for name, value in given.items()))
     assert _message(partial(CHECKS[command], _built(command, given))) == said
-    if command in RUNS:
-        assert _message(partial(RUNS[command], _built(command, given))) == said
+    assert _message(partial(RUNS[command], _built(command, given))) == said
     assert not any(tmp_path.iterdir())
+
+
+def test_windows_that_leave_out_tokens_are_refused_by_both_stages(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a b c\n" * 100)
+    config = fs.EvaluateConfig(checkpoint=str(tiny_model), stride=100)
+    config.data.path, config.data.sequence_length = str(tmp_path / "text.txt"), 16
+    said = _message(partial(fs.check_evaluation, config))
+    assert said.startswith("stride=100 and data.sequence_length=16 leave tokens that no window has")
+    assert _message(partial(fs.run_evaluation, config, str(tmp_path / "run"))) == said
 
 
 def test_settings_that_are_not_given_are_named_as_on_the_command_line() -> None:

@@ -16,6 +16,7 @@ import torch
 
 from fsdp_shard.checkpoint import CheckpointConfig, Staging, StepContent, optimizer_shards, tensor_bytes
 from fsdp_shard.config import FinetuneConfig
+from fsdp_shard.data import DataConfig
 from fsdp_shard.distributed import LaunchConfig, LocalShard, init_distributed
 from fsdp_shard.models import ModelConfig, build_on_meta, tied_names
 from fsdp_shard.sharding import Fsdp2Config
@@ -163,6 +164,7 @@ def resumable(run_dir: str, path: str, length: int, stop_after: int) -> tuple[li
         run_dir=run_dir,
         launch=LaunchConfig(device=device.type),
         model=ModelConfig(path=path),
+        data=DataConfig(path="random"),  # it has data of its own
         shard=Fsdp2Config(),
         optim=AdamWConfig(lr=LR),
         train=settings,

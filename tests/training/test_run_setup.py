@@ -47,6 +47,7 @@ _AFTER_ANOTHER = """
 import sys
 import torch
 from fsdp_shard.config import FinetuneConfig
+from fsdp_shard.data import DataConfig
 from fsdp_shard.distributed import LaunchConfig
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.training import start_run
@@ -54,7 +55,9 @@ from fsdp_shard.utils import device_peak_bytes
 
 torch.ones(400 << 20, dtype=torch.uint8)
 before = device_peak_bytes("cpu")
-config = FinetuneConfig(model=ModelConfig(sys.argv[1]), run_dir="run", launch=LaunchConfig(device="cpu"))
+config = FinetuneConfig(
+    model=ModelConfig(sys.argv[1]), data=DataConfig(path="text.txt"), run_dir="run", launch=LaunchConfig(device="cpu")
+)
 with start_run(config):
     print(before - device_peak_bytes("cpu"))
 """
