@@ -59,8 +59,8 @@ def start_run(config: FinetuneSettings) -> Iterator[RunStart]:
         config: The settings of `finetune`.
 
     Raises:
-        ConfigError, CheckpointError: On all ranks: a setting is wrong, another run uses the directory, or the run cannot
-            be resumed.
+        ConfigError, CheckpointError: On all ranks: a setting is wrong, another run uses the directory, or the run
+            cannot be resumed.
 
     Example:
         >>> with fs.start_run(config) as start:  # doctest: +SKIP

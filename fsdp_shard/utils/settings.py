@@ -11,9 +11,9 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from numbers import Integral, Real
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, get_type_hints, overload
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils.text import nearest
@@ -199,8 +199,9 @@ def check(config: Any) -> None:
         config: A config dataclass.
 
     Raises:
-        ConfigError: The first setting that is missing, out of range, not a known choice, or against a rule.
+        ConfigError: The first setting that is missing, unknown, out of range, not a known choice, or against a rule.
     """
+    _check_names(config, "")
     _fill_alternatives(config)
     if missing := {name: field.metadata.get("help", "") for name, field, value in walk(config) if value == REQUIRED}:
         raise missing_error(sorted(missing), missing)
@@ -209,6 +210,34 @@ def check(config: Any) -> None:
     if hasattr(config, "check_run"):
         config.check_run()
     _check_rules(config, "")
+
+
+@cache
+def _sections_of(schema: type) -> dict[str, type]:
+    """The fields of a config dataclass that are dataclasses themselves."""
+    try:
+        types = get_type_hints(schema)
+    except NameError:  # of a class in a function, whose annotations are text that only has a meaning there
+        return {}
+    names = [field.name for field in dataclasses.fields(schema)]
+    return {name: types[name] for name in names if dataclasses.is_dataclass(types[name])}
+
+
+def _check_names(config: Any, prefix: str) -> None:
+    """Raise ConfigError for an attribute that is no setting, or another value in the place of a section."""
+    names = [field.name for field in dataclasses.fields(config)]
+    for name in vars(config):
+        if name not in names and not name.startswith("_") and not hasattr(type(config), name):
+            raise ConfigError(f"{prefix}{name} is not a setting{nearest(name, names)}.")
+    for name, kind in _sections_of(type(config)).items():
+        section = getattr(config, name)
+        if not isinstance(section, kind):
+            named = " Names of options are for lists of settings, as in fs.plan([...])." * isinstance(section, str)
+            raise ConfigError(
+                f"{prefix}{name}={section!r} is {type(section).__name__}, expected an object with the settings of "
+                f"{prefix}{name} ({kind.__name__}): change those of the one that a new config has.{named}"
+            )
+        _check_names(section, f"{prefix}{name}.")
 
 
 def _fill_alternatives(config: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 import fsdp_shard as fs
 from fsdp_shard.config import COMMANDS
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.training import DistillConfig
+from fsdp_shard.training import DistillConfig, TrainConfig
 from tests.config.composed import refusal
 
 
@@ -129,6 +129,26 @@ def test_windows_that_leave_out_tokens_are_refused_by_both_stages(tiny_model: Pa
     said = _message(partial(fs.check_evaluation, config))
     assert said.startswith("stride=100 and data.sequence_length=16 leave tokens that no window has")
     assert _message(partial(fs.run_evaluation, config, str(tmp_path / "run"))) == said
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("shard", "fsdp2", "shard='fsdp2' is str, expected an object with the settings of shard (ShardConfig): "),
+        ("objective", None, "objective=None is NoneType, expected an object with the settings of objective "),
+        ("train", {"steps": 5}, "train={'steps': 5} is dict, expected an object with the settings of train "),
+        ("train", TrainConfig, "train=<class '"),
+        ("train.micro_batchsize", 64, "train.micro_batchsize is not a setting (did you mean micro_batch_size?)."),
+        ("modle", "a", "modle is not a setting (did you mean model?)."),
+    ],
+)
+def test_other_values_for_a_section_and_unknown_names_are_refused(name: str, value: object, said: str) -> None:
+    for command in ("finetune", "plan"):
+        config = _built(command, {})
+        section, _, leaf = name.rpartition(".")
+        setattr(getattr(config, section) if section else config, leaf, value)
+        for stage in (CHECKS, RUNS):
+            assert _message(partial(stage[command], config)).startswith(said)
 
 
 def test_settings_that_are_not_given_are_named_as_on_the_command_line() -> None:
