@@ -1,7 +1,9 @@
 """The complete config of each command: common settings, its own, and those of the rooms that it uses."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fsdp_shard.checkpoint import DEFAULT_SHARD_SIZE, CheckpointConfig, ConvertSettings, Location, locate
@@ -40,7 +42,10 @@ Ranks = Literal["started", "planned", "one"]
 
 
 def default_run_dir(command: str) -> str:
-    """The default of `run_dir`; `now` is a Hydra resolver whose value is constant within a run."""
+    """The default of `run_dir`; `now` is a Hydra resolver whose value is constant within a run.
+
+    Hydra resolves it on the command line, `RunConfig.__post_init__` in a config that is built in Python.
+    """
     return setting(
         f"outputs/{command}/${{now:%Y-%m-%d_%H-%M-%S}}", "Output directory of the run, created if it does not exist."
     )
@@ -92,6 +97,11 @@ class RunConfig:
     is_default_run_dir = False  # not annotated, so it is not a setting
     explicit_settings = frozenset[str]()
     own_recipe = ""
+
+    def __post_init__(self) -> None:
+        """Resolve the date in the default of `run_dir`, with microseconds: configs may be built within a second."""
+        if self.run_dir == type(self).run_dir:
+            self.run_dir = re.sub(r"\$\{now:(.*?)\}", lambda found: f"{datetime.now():{found[1]}-%f}", self.run_dir)
 
     def check_run(self) -> None:
         """Raise ConfigError for a remote run_dir, or a given setting that the command would ignore."""

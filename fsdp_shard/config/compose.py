@@ -270,7 +270,7 @@ def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: 
     raw: Any = OmegaConf.to_container(composed, resolve=False)
     # A sweep keeps all directories, as its table is created from them.
     config.explicit_settings = frozenset(override.lstrip("+~").partition("=")[0] for override in overrides)
-    config.is_default_run_dir = number is None and raw["run_dir"] == schema().run_dir
+    config.is_default_run_dir = number is None and raw["run_dir"] == schema.run_dir
     return Job(config, overrides)
 
 

@@ -49,7 +49,9 @@ class Setting:
 
 def settings_of(schema: type[RunConfig]) -> list[Setting]:
     """Every setting that the command reads, including those of all group options, in declaration order."""
-    return [setting for setting in _walk(schema(), "") if is_used(schema, setting.name)]
+    config = schema()
+    config.run_dir = schema.run_dir  # which a config resolves
+    return [setting for setting in _walk(config, "") if is_used(schema, setting.name)]
 
 
 def _walk(config: Any, prefix: str) -> Iterator[Setting]:

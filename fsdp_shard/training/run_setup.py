@@ -79,13 +79,19 @@ def start_run(config: FinetuneSettings) -> Iterator[RunStart]:
             expert_parallel=shard.expert_parallel,
             context_parallel=shard.context_parallel,
         ) as context,
-        run_lock(config.run_dir, context) as lock,
+        run_lock(_shared_run_dir(config, context), context) as lock,
         StopSignal() as stop,
     ):
         if context.device.type == "cpu":
             keep_freed_memory()  # a tenth of a step's time
         reset_device_peak(context.device.type)  # of an earlier run of this process
         yield _find_start(config, context, stop, lock)
+
+
+def _shared_run_dir(config: FinetuneSettings, context: DistributedContext) -> str:
+    """Set `run_dir` to that of rank 0, as one that is named by date differs; a collective."""
+    config.run_dir = run_on_main(context, lambda: config.run_dir)
+    return config.run_dir
 
 
 def _find_start(config: FinetuneSettings, context: DistributedContext, stop: StopSignal, lock: RunLock) -> RunStart:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -149,6 +150,22 @@ def test_other_values_for_a_section_and_unknown_names_are_refused(name: str, val
         setattr(getattr(config, section) if section else config, leaf, value)
         for stage in (CHECKS, RUNS):
             assert _message(partial(stage[command], config)).startswith(said)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_dir_that_is_not_given_is_named_by_date(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    schema = COMMANDS[command]
+    config, other = schema(), schema()
+    of = "finetune" if command == "doctor" else command
+    assert re.fullmatch(rf"outputs/{of}/\d{{4}}-\d\d-\d\d_\d\d-\d\d-\d\d-\d{{6}}", config.run_dir)
+    assert config.run_dir != other.run_dir, "a second run would resume the first"
+    assert schema(run_dir="a ${now:%Y}").run_dir == "a ${now:%Y}", "text is taken literally"
+    if config.writes:
+        fs.write_config(config)
+        assert Path(config.run_dir, "config.yaml").is_file()
 
 
 def test_settings_that_are_not_given_are_named_as_on_the_command_line() -> None:

@@ -43,6 +43,18 @@ def test_ranks_wait_for_one_that_downloads_a_step(
     assert on_ranks(2, _start, config) == [None, None]
 
 
+def _run_dirs(context: DistributedContext) -> tuple[str, str]:
+    config = FinetuneConfig()
+    return config.run_dir, run_setup._shared_run_dir(config, context)
+
+
+@pytest.mark.long
+def test_ranks_share_a_run_dir_that_is_named_by_date() -> None:
+    (first, shared), (second, same) = on_ranks(2, _run_dirs)
+    assert first != second
+    assert shared == same == first
+
+
 _AFTER_ANOTHER = """
 import sys
 import torch
