@@ -196,8 +196,8 @@ class ShardConfig:
     def _module(self) -> Any:
         if not hasattr(self, "wrapper"):
             raise ConfigError(
-                "shard has no wrapper: pass settings as a list (`fs.finetune([...])`, `fs.plan([...])`), or set "
-                "config.shard to the settings of one, such as fsdp_shard.sharding.Fsdp2Config()."
+                "shard has no wrapper: pass settings as a list (`fs.finetune([...])`, `fs.plan([...])`), or take the "
+                "config that a recipe receives (`fsdp-shard cp finetune`), which has one."
             )
         return import_module(f"{__package__}.{self.wrapper}")
 

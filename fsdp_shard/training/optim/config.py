@@ -70,4 +70,7 @@ class OptimConfig:
 
     def create(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Create the optimizer from `groups`, each with its own `weight_decay`, and some with their own `lr`."""
-        raise ConfigError("optim has no optimizer: pass settings as a list (`fs.plan([...])`), or set config.optim.")
+        raise ConfigError(
+            "optim has no optimizer: pass settings as a list (`fs.finetune([...])`, `fs.plan([...])`), or take the "
+            "config that a recipe receives (`fsdp-shard cp finetune`), which has one."
+        )
