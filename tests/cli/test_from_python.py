@@ -104,10 +104,10 @@ def test_a_plan_returns_the_figures_of_the_command(
 def test_a_config_made_by_hand_says_what_it_lacks(tiny_model: Path) -> None:
     config = fs.PlanConfig()
     config.model.path = str(tiny_model)
-    with pytest.raises(ConfigError, match="shard has no wrapper: pass settings as a list .* that a recipe receives"):
+    with pytest.raises(ConfigError, match=r"shard has no wrapper: pass settings as a list .* that a recipe receives"):
         fs.plan_run(config)
     config.shard = Fsdp2Config()
-    with pytest.raises(ConfigError, match="optim has no optimizer: pass settings as a list .* that a recipe receives"):
+    with pytest.raises(ConfigError, match=r"optim has no optimizer: pass settings as a list .* that a recipe receives"):
         fs.plan_run(config)
 
 
