@@ -225,11 +225,12 @@ def _sections_of(schema: type) -> dict[str, type]:
 
 def _check_names(config: Any, prefix: str) -> None:
     """Raise ConfigError for an attribute that is no setting, or another value in the place of a section."""
-    names = [field.name for field in dataclasses.fields(config)]
+    schema: type = type(config)
+    names = [field.name for field in dataclasses.fields(schema)]
     for name in vars(config):
-        if name not in names and not name.startswith("_") and not hasattr(type(config), name):
+        if name not in names and not name.startswith("_") and not hasattr(schema, name):
             raise ConfigError(f"{prefix}{name} is not a setting{nearest(name, names)}.")
-    for name, kind in _sections_of(type(config)).items():
+    for name, kind in _sections_of(schema).items():
         section = getattr(config, name)
         if not isinstance(section, kind):
             named = " Names of options are for lists of settings, as in fs.plan([...])." * isinstance(section, str)
