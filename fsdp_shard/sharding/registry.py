@@ -159,25 +159,11 @@ def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2",
         if name not in known:
             raise ConfigError(f"shard.{name} is not a setting of {wrapper}{nearest(name, known)}.")
     _check_context(context)
-    if context.num_context_ranks > 1:
-        raise ConfigError(
-            f"The process group was initialized with context_parallel={context.num_context_ranks}, which is for the "
-            f"loop of finetune; in a recipe use config.shard.shard(model, context), elsewhere remove it."
-        )
     config = WRAPPERS[wrapper](**settings)
     check(config)
     refuse_changed(config, _OF_FINETUNE, "shard.", "is for finetune, and has no effect here; remove it.")
     check_ranks(config, context.world_size, on_gpu=context.device.type == "cuda")
-    joined = {
-        "replicas": context.num_replicas if config.is_sharded else 1,
-        "tensor_parallel": context.num_tensor_ranks,
-        "expert_parallel": context.num_expert_ranks,
-    }
-    for name, ranks in joined.items():
-        if (given := getattr(config, name)) != ranks:
-            raise ConfigError(
-                f"{name}={given}, but the process group was initialized with {name}={ranks}; pass the same to both."
-            )
+    _check_mesh_of(context, config)
     from fsdp_shard.sharding.module_shards import free_after_passes_without_gradients
     from fsdp_shard.sharding.prepare_model import check_dtypes, complete_buffers, refuse_wrapped, warn_of_batch_norms
 
@@ -191,7 +177,7 @@ def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2",
 
 
 def _check_context(context: DistributedContext) -> None:
-    """Raise ConfigError unless `context` has a process group."""
+    """Raise ConfigError unless `context` has a process group, and one for loops of one's own."""
     import torch.distributed as dist
 
     from fsdp_shard.distributed import DistributedContext as Context
@@ -206,3 +192,22 @@ def _check_context(context: DistributedContext) -> None:
             "The process group of context has ended; shard and train the model within the block of `with "
             "fsdp_shard.init_distributed() as context`."
         )
+    if context.num_context_ranks > 1:
+        raise ConfigError(
+            f"The process group was initialized with context_parallel={context.num_context_ranks}, which is for the "
+            f"loop of finetune; in a recipe use config.shard.shard(model, context), elsewhere remove it."
+        )
+
+
+def _check_mesh_of(context: DistributedContext, config: ShardConfig) -> None:
+    """Raise ConfigError unless the settings divide the ranks as `context` does."""
+    joined = {
+        "replicas": context.num_replicas if config.is_sharded else 1,
+        "tensor_parallel": context.num_tensor_ranks,
+        "expert_parallel": context.num_expert_ranks,
+    }
+    for name, ranks in joined.items():
+        if (given := getattr(config, name)) != ranks:
+            raise ConfigError(
+                f"{name}={given}, but the process group was initialized with {name}={ranks}; pass the same to both."
+            )
