@@ -70,11 +70,10 @@ def plan_run(config: PlannedSettings) -> PlanResult:
         >>> plan.figures["peak_bytes"]  # doctest: +SKIP
         8437268480
     """
-    from fsdp_shard.data import check_packed, check_settings_of_task
-    from fsdp_shard.models import check_model_task, context_length_of
+    from fsdp_shard.models import context_length_of
     from fsdp_shard.planning.measured.comparison_with_run import compare_with_run, comparison_figures, comparison_text
     from fsdp_shard.planning.measured.measured_run import read_measured
-    from fsdp_shard.training import check_task, origin_config, settle_run_length
+    from fsdp_shard.training import origin_config, settle_run_length
 
     _check_settings(config)
     model, trusted = planned_model(config), config.model.trust_remote_code
@@ -86,11 +85,7 @@ def plan_run(config: PlannedSettings) -> PlanResult:
     with only_errors_of("transformers"):  # kernels missing on this machine may exist on the planned one
         model_config = origin_config(config.model, model.source)
         context_length = context_length_of(model_config, trusted)
-    check_model_task(model_config, config.model.task)
-    check_task(config.objective, config.model.task)
-    check_settings_of_task(config.model.task, vars(config.data))
-    if config.data.packing:
-        check_packed(config.model.task, config.objective.samples)
+    _check_task(config, model_config)
     length = settle_run_length(config.data, model.resumed_from, context_length)
     run = _planned_run(config, length, measured, resumes=model.resumed_from is not None)
     plan = plan_search if config.search else plan_one
@@ -114,6 +109,19 @@ def plan_run(config: PlannedSettings) -> PlanResult:
         text += f"\n\n{comparison_text(rows, found.memory, measured, known)}"
         figures["measured"] = comparison_figures(rows, measured)
     return replace(found, text=text, figures=figures)
+
+
+def _check_task(config: PlannedSettings, model_config: PretrainedConfig) -> None:
+    """Raise ConfigError if the model, the objective or the data do not suit the task."""
+    from fsdp_shard.data import check_packed, check_settings_of_task
+    from fsdp_shard.models import check_model_task
+    from fsdp_shard.training import check_task
+
+    check_model_task(model_config, config.model.task)
+    check_task(config.objective, config.model.task)
+    check_settings_of_task(config.model.task, vars(config.data))
+    if config.data.packing:
+        check_packed(config.model.task, config.objective.samples)
 
 
 def _planned_run(config: PlannedSettings, length: int, measured: MeasuredRun | None, *, resumes: bool) -> PlannedRun:
