@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 Ranks = Literal["started", "planned", "one"]
 
 
+def _resolve_now(found: re.Match[str]) -> str:
+    return datetime.now().strftime(found[1].replace("%S", "%S-%f"))
+
+
 def default_run_dir(command: str) -> str:
     """The default of `run_dir`; `now` is a Hydra resolver whose value is constant within a run.
 
@@ -101,7 +105,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         """Resolve the date in the default of `run_dir`, with microseconds: configs may be built within a second."""
         if self.run_dir == type(self).run_dir:
-            self.run_dir = re.sub(r"\$\{now:(.*?)\}", lambda found: f"{datetime.now():{found[1]}-%f}", self.run_dir)
+            self.run_dir = re.sub(r"\$\{now:(.*?)\}", _resolve_now, self.run_dir)
 
     def check_run(self) -> None:
         """Raise ConfigError for a remote run_dir, or a given setting that the command would ignore."""

@@ -6,7 +6,6 @@ import operator
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -34,8 +33,7 @@ class ResumableLoader:
         num_replicas: Number of ranks with different samples; by default, all ranks. With tensor parallelism, pass
             `**trainer.strategy.distributed_sampler_kwargs`.
         rank: The index of this rank among them.
-        options: Options of `torch.utils.data.DataLoader`, such as `num_workers` and `collate_fn`. A `worker_init_fn`
-            finds the dataset in `torch.utils.data.get_worker_info().dataset.dataset`.
+        options: Options of `torch.utils.data.DataLoader`, such as `num_workers` and `collate_fn`.
 
     Example:
         >>> from fsdp_shard.integrations import ResumableLoader
@@ -129,7 +127,7 @@ class ResumableLoader:
                 f"expected ints, an epoch from 0 on and one of 0 to {len(self)} batches; load what its state_dict() "
                 f"returned."
             )
-        self._epoch, self._next, self._is_set = epoch, position, False
+        self._epoch, self._next, self._is_set = epoch, position, True  # a finished epoch does not run again
 
     def require_same_data(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError unless a state is that of a loader with the same batches."""
@@ -175,31 +173,39 @@ class ResumableLoader:
         return num_replicas, rank
 
 
-@dataclass(frozen=True)
 class _SeededInWorkers(Dataset[Any]):
     """The rows of `dataset`, for which a worker's random state is seeded batch by batch.
 
-    DataLoader seeds a worker once: what it draws for a batch depends on the batches that it has read before.
+    DataLoader seeds a worker once: what it draws for a batch depends on the batches that it has read before. A
+    `worker_init_fn` may read and set the dataset's attributes through it.
 
-    Attributes:
+    Args:
         dataset: The dataset.
         seed: The seed, the epoch and the rank.
     """
 
-    dataset: Any
-    seed: str
+    def __init__(self, dataset: Any, seed: str) -> None:
+        vars(self).update(_rows=dataset, _batch_seed=seed)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_rows":  # of pickle, which asks before there are attributes
+            raise AttributeError(name)
+        return getattr(self._rows, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._rows, name, value)
 
     def __getitems__(self, numbered: tuple[int, Sequence[int]]) -> Sequence[Any]:
         """Return the rows of a batch, given its number and their indices; DataLoader calls this in a worker."""
         number, indices = numbered
-        random.seed(f"{self.seed} {number}")
+        random.seed(f"{self._batch_seed} {number}")
         torch.default_generator.manual_seed(random.getrandbits(63))
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(random.getrandbits(32))
-        if hasattr(self.dataset, "__getitems__"):
-            rows: Sequence[Any] = self.dataset.__getitems__(indices)
+        if hasattr(self._rows, "__getitems__"):
+            rows: Sequence[Any] = self._rows.__getitems__(indices)
             return rows
-        return [self.dataset[index] for index in indices]
+        return [self._rows[index] for index in indices]
 
 
 def _require_int(name: str, value: Any, least: int) -> None:

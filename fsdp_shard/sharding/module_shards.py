@@ -49,17 +49,21 @@ class ModuleShards(NamedTuple):
 
 def clean_fqns(module: nn.Module) -> Callable[[str], str]:
     """Return the function that turns the name of a part of `module` into its FQN in the model without wrappers."""
-    compiled = {name for name, part in module.named_modules(remove_duplicate=False) if uncompiled(part) is not None}
-
-    def is_added(parts: list[str], at: int) -> bool:
-        # A module of the user's own may have torch.compile's name, too.
-        return parts[at] in _WRAPPED or (parts[at] == _COMPILED and ".".join(parts[:at]) in compiled)
+    named = module.named_modules(remove_duplicate=False)
+    compiled = {tuple(_without_wrapped(name)) for name, part in named if uncompiled(part) is not None}
 
     def clean(name: str) -> str:
-        parts = name.split(".")
-        return ".".join(part for at, part in enumerate(parts) if not is_added(parts, at))
+        parts = _without_wrapped(name)
+        # A module of the user's own may have torch.compile's name, too.
+        is_added = [part == _COMPILED and tuple(parts[:at]) in compiled for at, part in enumerate(parts)]
+        return ".".join(part for part, added in zip(parts, is_added, strict=True) if not added)
 
     return clean
+
+
+def _without_wrapped(name: str) -> list[str]:
+    """The parts of a name without those of wrappers, which names of parameters may lack (`checkpoint_wrapper`)."""
+    return [part for part in name.split(".") if part and part not in _WRAPPED]
 
 
 def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleShards:

@@ -227,9 +227,13 @@ def _check_names(config: Any, prefix: str) -> None:
     """Raise ConfigError for an attribute that is no setting, or another value in the place of a section."""
     schema: type = type(config)
     names = [field.name for field in dataclasses.fields(schema)]
-    for name in vars(config):
+    is_of_user = not schema.__module__.startswith("fsdp_shard.")  # who may compute attributes from settings
+    for name in () if is_of_user else vars(config):
         if name not in names and not name.startswith("_") and not hasattr(schema, name):
-            raise ConfigError(f"{prefix}{name} is not a setting{nearest(name, names)}.")
+            raise ConfigError(
+                f"{prefix}{name} is not a setting{nearest(name, names)}; a value of your own has a name that begins "
+                f"with an underscore, or is a field of a dataclass that extends {schema.__name__}."
+            )
     for name, kind in _sections_of(schema).items():
         section = getattr(config, name)
         if not isinstance(section, kind):

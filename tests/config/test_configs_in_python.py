@@ -6,6 +6,7 @@ import copy
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import fsdp_shard as fs
 from fsdp_shard.config import COMMANDS
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.training import DistillConfig, TrainConfig
+from fsdp_shard.utils import check
 from tests.config.composed import refusal
 
 
@@ -139,8 +141,16 @@ def test_windows_that_leave_out_tokens_are_refused_by_both_stages(tiny_model: Pa
         ("objective", None, "objective=None is NoneType, expected an object with the settings of objective "),
         ("train", {"steps": 5}, "train={'steps': 5} is dict, expected an object with the settings of train "),
         ("train", TrainConfig, "train=<class '"),
-        ("train.micro_batchsize", 64, "train.micro_batchsize is not a setting (did you mean micro_batch_size?)."),
-        ("modle", "a", "modle is not a setting (did you mean model?)."),
+        (
+            "train.micro_batchsize",
+            64,
+            "train.micro_batchsize is not a setting (did you mean micro_batch_size?); ",
+        ),
+        (
+            "modle",
+            "a",
+            "modle is not a setting (did you mean model?); a value of your own has a name ",
+        ),
     ],
 )
 def test_other_values_for_a_section_and_unknown_names_are_refused(name: str, value: object, said: str) -> None:
@@ -150,6 +160,28 @@ def test_other_values_for_a_section_and_unknown_names_are_refused(name: str, val
         setattr(getattr(config, section) if section else config, leaf, value)
         for stage in (CHECKS, RUNS):
             assert _message(partial(stage[command], config)).startswith(said)
+
+
+@dataclass(slots=True)
+class _OwnSection:
+    size: int = 3
+
+
+@dataclass
+class _OwnConfig(fs.FinetuneConfig):
+    alpha: float = 0.5
+    own: _OwnSection = field(default_factory=_OwnSection)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.beta = 1 - self.alpha
+
+
+def test_configs_of_users_may_compute_attributes() -> None:
+    config = _OwnConfig()
+    config.model.path = config.data.path = "a"
+    check(config)
+    assert config.beta == 0.5
 
 
 @pytest.mark.parametrize("command", COMMANDS)

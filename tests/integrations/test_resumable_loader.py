@@ -60,13 +60,14 @@ def test_a_loop_that_stops_at_the_last_batch(stopping: Callable[[ResumableLoader
         assert (stopped.epoch, exhausted.epoch) == (epoch, epoch + 1)
 
 
-def test_a_state_after_the_last_batch_is_followed_by_the_next_epoch() -> None:
+def test_a_state_after_the_last_batch_ends_its_epoch() -> None:
     whole, again, named = (ResumableLoader(torch.arange(8), 2, shuffle=True) for _ in range(3))
     for _ in whole:
         state = whole.state_dict()
     expected = [batch.tolist() for batch in whole]
     assert (state["epoch"], state["next_batch"]) == (0, 4)
     again.load_state_dict(state)
+    assert list(again) == [], "a finished job that is started again trains nothing"
     assert [batch.tolist() for batch in again] == expected
     named.load_state_dict(state)
     epochs = []
@@ -116,6 +117,32 @@ def test_what_workers_draw_goes_on_within_an_epoch(dataset: Any) -> None:
                 assert _rows(again) == batches[position:]
     one, other = (ResumableLoader(dataset, 4, num_workers=1, num_replicas=2, rank=rank) for rank in range(2))
     assert len(_drawn(_rows(one), _rows(other))) == 3 * 8, "on each rank"
+
+
+def _open_rows(worker: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    rows: Any = info.dataset
+    rows.offset = rows.start + worker
+
+
+class _Opened:
+    """Rows that need what a worker opens."""
+
+    start, offset = 100, 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return self.offset + index
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_open_what_the_dataset_needs(context: str) -> None:
+    loader = ResumableLoader(_Opened(), 2, num_workers=1, worker_init_fn=_open_rows, multiprocessing_context=context)
+    assert [batch.tolist() for batch in loader] == [[100, 101], [102, 103]]
 
 
 @pytest.mark.parametrize(("given", "said"), [

@@ -57,6 +57,35 @@ def test_threads_save_one_after_the_other(asynchronous: bool, tmp_path: Path) ->
         assert checkpointer.steps == [*range(8)]
 
 
+def test_after_an_error_nothing_waits_for_another_thread(tmp_path: Path) -> None:
+    """It may wait for a save that hangs."""
+    is_saving, may_end = threading.Event(), threading.Event()
+    model = nn.Linear(2, 2)
+
+    class Slow:
+        def state_dict(self) -> dict[str, Any]:
+            is_saving.set()
+            may_end.wait(60)
+            raise RuntimeError("ended")
+
+        def load_state_dict(self, state: Any) -> None:
+            pass
+
+    def save() -> None:
+        with contextlib.suppress(Exception):
+            checkpointer.save(1, model, slow=Slow())
+
+    checkpointer = fs.Checkpointer(tmp_path)
+    thread = threading.Thread(target=save)
+    thread.start()
+    is_saving.wait()
+    with pytest.raises(KeyboardInterrupt), checkpointer:
+        raise KeyboardInterrupt
+    assert thread.is_alive()
+    may_end.set()
+    thread.join()
+
+
 _FORGETFUL = """
 import time, torch, fsdp_shard as fs
 from fsdp_shard.checkpoint import FAULTS

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -163,6 +164,12 @@ def test_whole_logits_where_the_head_would_compute_the_loss(alone: DistributedCo
 def test_what_is_no_loss(alone: DistributedContext, returned: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Run(alone).go(CONFIG, functions=CustomFunctions(returned))
+
+
+@pytest.mark.parametrize("count", [3, 3.0, np.int64(3), np.float32(3), torch.tensor(3)])
+def test_counts_of_any_kind(alone: DistributedContext, count: Any) -> None:
+    functions = CustomFunctions(lambda output, batch: (output.logits.square().sum() * 0 + 6, count))
+    assert losses(Run(alone).go(CONFIG, functions=functions))[0] == 2
 
 
 def test_a_negative_count_on_the_device_is_an_error(alone: DistributedContext) -> None:

@@ -6,7 +6,7 @@ import doctest
 import math
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -250,6 +251,21 @@ def test_only_compiled_modules_lose_what_torch_adds_to_names(wrapper: str, tmp_p
     with fs.open_checkpoint(tmp_path / "model") as index:
         modules = {name.rpartition(".")[0] for name in index.names}
     assert modules == {"_orig_mod", "net_orig_mod", "head", "net"}
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_compiled_modules_under_a_checkpoint_wrapper_lose_it_too(is_inside: bool, tmp_path: Path) -> None:
+    """Its parameters have names without its own part, its modules have names with it."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+    source = fs.save_pretrained(model, tmp_path / "plain")
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+    if is_inside:
+        other[0] = cast(nn.Module, torch.compile(other[0], backend="eager"))
+    wrapped = checkpoint_wrapper(other if is_inside else cast(nn.Module, torch.compile(other, backend="eager")))
+    fs.load_weights(wrapped, source)
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
+    with fs.open_checkpoint(fs.save_pretrained(wrapped, tmp_path / "wrapped")) as index:
+        assert sorted(index.names) == ["0.bias", "0.weight", "1.bias", "1.weight"]
 
 
 class Views(nn.Module):

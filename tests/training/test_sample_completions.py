@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -175,12 +174,6 @@ def test_a_run_shows_and_keeps_them(tmp_path: Path) -> None:
     assert again.status == 0, again
     assert _samples(tmp_path)[:6] == rows
     assert [row["step"] for row in _samples(tmp_path)[6:]] == [62, 62]
-
-    shutil.rmtree(tmp_path / "run/checkpoints")
-    (tmp_path / "run/result.json").unlink()
-    without = [setting for setting in settings if "sample" not in setting and "eval" not in setting]
-    assert fsdp_shard("finetune", *without, "train.steps=1", cwd=tmp_path).status == 0
-    assert not (tmp_path / "run/samples.jsonl").exists(), "of the run that started over"
 
     long = fsdp_shard("doctor", *settings[:-3], "train.sample_prompts=[ab]", "train.sample_tokens=127", cwd=tmp_path)
     assert (

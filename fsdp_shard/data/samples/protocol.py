@@ -175,13 +175,13 @@ class ShuffledDataset(Dataset):
     It is a function of the seed and the epoch alone, and so the same for any number of ranks, micro-batch size and
     restart: a run resumes from the number of samples that it has consumed.
 
-    A subclass whose `index_of` is a function of the position alone is another order with these properties.
+    A subclass whose `index_of` is a function of the position, and of `seed`, is another order with these properties.
     """
 
     def __init__(self, dataset: SourceDataset, seed: int) -> None:
         if not len(dataset):
             raise ValueError("there are no samples to order")
-        self.dataset, self.num_samples = dataset, len(dataset)
+        self.dataset, self.num_samples, self.seed = dataset, len(dataset), seed
         self.sequence_length, self.identity = dataset.sequence_length, dataset.identity
         self._order = lru_cache(maxsize=2)(lambda epoch: permutation(len(dataset), seed, epoch))
 

@@ -325,8 +325,18 @@ class Checkpointer:
         self._require_open()
         return self
 
-    @_one_at_a_time
     def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error, such as Ctrl-C, nothing may wait for a thread that waits for a save.
+        is_alone = self._calls.acquire(blocking=error is None)
+        try:
+            self._close(kind, error, trace)
+        finally:
+            if is_alone:
+                self._calls.release()
+
+    def _close(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._is_closed:

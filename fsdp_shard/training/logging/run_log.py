@@ -84,8 +84,6 @@ class RunLog:
             }
             if self._run.functions.samples is not None:
                 self._files[SAMPLES] = MetricsLog(self._run_dir / SAMPLES, evaluated)
-            elif resumed is None:  # of a run that ended here before its first checkpoint
-                (self._run_dir / SAMPLES).unlink(missing_ok=True)
             for file in self._files.values():
                 self._exit.callback(file.close)
         return self

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -246,7 +247,7 @@ def _check_pair(what: str, function: Callable[..., Any], pair: Any) -> SumAndCou
     # Of a tensor only the dtype and the shape: to read its value would wait for the device.
     match pair:
         case (torch.Tensor() as total, count) if total.numel() == 1 and not total.is_complex() and _is_count(count):
-            return total.reshape(()), count
+            return total.reshape(()), count if isinstance(count, torch.Tensor) else float(count)
     raise ConfigError(
         f"{what} must return a tuple of a sum, which is a tensor of one number, and a count, a number from 0 on or a "
         f"tensor of one number; {_name(function)} has returned {_describe(pair)}."
@@ -256,7 +257,7 @@ def _check_pair(what: str, function: Callable[..., Any], pair: Any) -> SumAndCou
 def _is_count(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    return not isinstance(value, bool) and isinstance(value, Real) and 0 <= float(value) < math.inf
 
 
 def _name(function: Callable[..., Any]) -> str:

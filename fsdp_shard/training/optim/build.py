@@ -89,5 +89,6 @@ def check_parameters(optimizer: optim.Optimizer, model: ShardedModel) -> None:
     if foreign:
         raise ConfigError(
             f"{type(optimizer).__name__} has a parameter of shape {list(foreign[0].shape)} that the model does not "
-            f"have; make the optimizer of model.module.parameters() after the model is sharded."
+            f"have; make the optimizer of model.module.parameters() after the model is sharded. What else is "
+            f"learned belongs into the model, where checkpoints keep it."
         )
