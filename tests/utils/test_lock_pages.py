@@ -38,7 +38,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_memory_is_unlocked_with_its_tensor_and_all_views(calls: list[Any]) -> None:
-    memory = torch.empty(1000, dtype=torch.uint8)
+    memory = empty_pages(1000)  # from a page of the heap, later forks of this process would lack it
     address = memory.data_ptr()
     assert lock_pages(memory, _GPU)
     part = memory[:10]
