@@ -184,6 +184,9 @@ class _SeededInWorkers(Dataset[Any]):
         seed: The seed, the epoch and the rank.
     """
 
+    _rows: Any
+    _batch_seed: str
+
     def __init__(self, dataset: Any, seed: str) -> None:
         vars(self).update(_rows=dataset, _batch_seed=seed)
 
