@@ -123,7 +123,8 @@ def report(work: Path) -> str:
         "# Architectures",
         "",
         f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}. Written by "
-        "`make bench-coverage WORK=DIR`, which goes on where it was stopped; the reasons are the errors of that time.",
+        "`make bench-coverage WORK=DIR`, which goes on where it",
+        "was stopped; the reasons are the errors of that time.",
         "",
         "*Structure*: each class is built on meta with its real widths and at most 4 layers, resolved into blocks, and",
         "sharded by fsdp2 on two ranks. *Training*: each class is trained with random weights, 2 layers and small",

@@ -325,12 +325,15 @@ def _divide(config: DataConfig, windows: SourceDataset) -> tuple[SourceDataset, 
     """Divide windows into training windows and held-out windows."""
     num_windows = len(windows)
     if num_windows < 2:
-        what = f"the text is a single window of data.sequence_length={config.sequence_length} tokens. Give more text"
-        of_rows = "a single row is left to train on. Give more rows"
-        what = f"{what}, shorter windows" if config.kind == "text" else of_rows
+        why = "a single row is left to train on. Give more rows"
+        if config.kind == "text":
+            why = (
+                f"the text is a single window of data.sequence_length={config.sequence_length} tokens. Give more text, "
+            )
+            why += "shorter windows"
         raise DataError(
             f"data.eval_fraction={config.eval_fraction} cannot hold out a part of {config.section}.path={config.path}: "
-            f"{what}, or data.eval_path."
+            f"{why}, or data.eval_path."
         )
     num_train = num_windows - min(num_windows - 1, max(1, round(num_windows * config.eval_fraction)))
     return windows.slice(0, num_train), windows.slice(num_train, num_windows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Sized
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from fsdp_shard.errors import CheckpointError, ConfigError
+from fsdp_shard.utils import whole_number
 
 
 class ResumableLoader:
@@ -91,8 +91,8 @@ class ResumableLoader:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's part of the batches, starting at the position.
 
-        If all batches of the epoch have been yielded, the next epoch begins, unless `set_epoch` has since named this
-        one.
+        If all batches of the epoch have been yielded, the next epoch begins, unless `set_epoch` or `load_state_dict`
+        has since named this one.
         """
         if self._next >= len(self) and not self._is_set:  # a loop may stop at the last batch
             self._epoch, self._next = self._epoch + 1, 0
@@ -212,7 +212,8 @@ class _SeededInWorkers(Dataset[Any]):
 
 
 def _require_int(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
+    number = whole_number(value)
+    if number is None or number < least:
         raise ConfigError(f"{name}={value!r} of ResumableLoader is not an int from {least} on; give one.")
 
 

@@ -23,7 +23,7 @@ from fsdp_shard.sharding.wrap_policy import plan_units
 from fsdp_shard.utils import give_back_free_memory, nearest, non_persistent_buffers, persistent_buffers
 
 _LARGE_BYTES = 1 << 20
-_WRAPPERS = {
+_TORCH_WRAPPERS = {
     DistributedDataParallel: "DistributedDataParallel",
     FullyShardedDataParallel: "FullyShardedDataParallel",
     FSDPModule: "fully_shard",
@@ -84,7 +84,7 @@ def refuse_wrapped(model: object) -> None:
             f"pass the torch.nn.Module before any wrapper."
         )
     for name, module in model.named_modules():
-        for kind, wrapper in _WRAPPERS.items():
+        for kind, wrapper in _TORCH_WRAPPERS.items():
             if isinstance(module, kind):
                 raise ConfigError(
                     f"{name or 'The model'} ({type(module).__name__}) is already under torch's {wrapper}, and two "

@@ -248,7 +248,6 @@ def open_log(
         >>> with fs.open_log(config, run, start, loaded) as log:  # doctest: +SKIP
         ...     log.note("shown once")
     """
-    run.functions.check()
     opening = run_on_main(run.context, lambda: _first_lines(config, run, start))
     described = describe_loaded_model(loaded, config.model, config.shard, run.context)
     settings = public_settings(config) | {"train.steps": run.config.num_steps}

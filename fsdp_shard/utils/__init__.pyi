@@ -83,6 +83,7 @@ from .settings import (
     setting as setting,
     walk as walk,
     warnings_of as warnings_of,
+    whole_number as whole_number,
 )
 from .tensors import (
     plain_parts as plain_parts,

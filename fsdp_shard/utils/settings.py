@@ -160,10 +160,12 @@ def derived(*settings: str) -> Callable[[Callable[[Any], T]], Derived[T]]:
 
 
 class Parsed(Derived[T]):
-    """The typed value of a setting, parsed once: by `check`, or when it is first used.
+    """The typed value of one setting, parsed by `check`, or when it is first used.
 
-    max_shard_size: str = setting("5GB", "...")
-    max_shard_bytes = Parsed("max_shard_size", parse_size)
+    Declare it beside the setting, without an annotation:
+
+        max_shard_size: str = setting("5GB", "...")
+        max_shard_bytes = Parsed("max_shard_size", parse_size)
     """
 
     def __init__(self, setting: str, parse: Callable[[Any, str], T]) -> None:
@@ -175,6 +177,14 @@ class Parsed(Derived[T]):
     def of(self, config: Any, prefix: str = "") -> T:
         """Return the parsed value of `config`, whose settings are named `prefix` + name."""
         return self._kept_or(config, lambda _: self._parse(getattr(config, self._setting), prefix + self._setting))
+
+
+def whole_number(value: Any) -> int | None:
+    """Return an integer of any library as an int; None if `value` is none, or is a bool."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def non_default_settings(config: Any, names: Iterable[str]) -> dict[str, Any]:

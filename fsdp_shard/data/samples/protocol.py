@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from copy import copy
@@ -14,6 +13,7 @@ import numpy as np
 from fsdp_shard.data.sample_order import permutation
 from fsdp_shard.data.samples.batch import NO_WINDOW, Batch, Indices, Ints, Sample, collate
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.utils import whole_number
 
 
 class MapDataset(ABC):
@@ -202,8 +202,8 @@ class ShuffledDataset(Dataset):
 
     def sample(self, position: int) -> Sample:
         found = self.index_of(position)
-        index = operator.index(found) if hasattr(found, "__index__") else NO_WINDOW
-        if not 0 <= index < len(self.dataset):
+        index = whole_number(found)
+        if index is None or not 0 <= index < len(self.dataset):
             raise ConfigError(
                 f"{type(self).__name__}.index_of({position}) returned {found!r}; it must return the index of a sample, "
                 f"an int from 0 to {len(self.dataset) - 1}."

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import logging
 import math
-import operator
 import os
 import sys
 import threading
@@ -66,7 +65,7 @@ from fsdp_shard.training.checkpoints.step_parts import (
 from fsdp_shard.training.checkpoints.step_saver import StepSaver
 from fsdp_shard.training.checkpoints.stored_step import Stateful, StoredStep
 from fsdp_shard.training.stop_signal import StopSignal, any_stop_signal
-from fsdp_shard.utils import check, nearest, path_text
+from fsdp_shard.utils import check, nearest, path_text, whole_number
 
 _logger = logging.getLogger("fsdp_shard")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -256,7 +255,7 @@ class Checkpointer:
         """
         self._require_open()
         self._saver.wait()
-        if (number := _whole_number(step)) is None or number < 0:
+        if (number := whole_number(step)) is None or number < 0:
             raise SaveError(f"step must be an integer of at least 0, not {step!r}.")
         step, ranks = number, self._ranks
         figures = run_on_main(ranks, lambda: given_figures(metrics or {}))  # each rank may have measured other figures
@@ -386,7 +385,7 @@ class Checkpointer:
             ConfigError: The Checkpointer is closed, or an argument is wrong, such as `step`.
         """
         self._require_open()
-        wanted = step if isinstance(step, str) else _whole_number(step)
+        wanted = step if isinstance(step, str) else whole_number(step)
         if wanted is None or (isinstance(wanted, str) and wanted not in ("latest", "best")):
             raise ConfigError(f"step={step!r} is neither the number of a step nor 'latest' or 'best'.")
         self._saver.wait()
@@ -499,14 +498,6 @@ class Checkpointer:
     def _require_open(self) -> None:
         if self._is_closed:
             raise ConfigError(f"The Checkpointer of {self.path} is closed; make a new one.")
-
-
-def _whole_number(value: Any) -> int | None:
-    """An integer of any library as an int; None if `value` is none, or is a bool."""
-    try:
-        return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None
 
 
 def check_settings(
