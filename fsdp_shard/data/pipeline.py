@@ -327,10 +327,8 @@ def _divide(config: DataConfig, windows: SourceDataset) -> tuple[SourceDataset, 
     if num_windows < 2:
         why = "a single row is left to train on. Give more rows"
         if config.kind == "text":
-            why = (
-                f"the text is a single window of data.sequence_length={config.sequence_length} tokens. Give more text, "
-            )
-            why += "shorter windows"
+            size = f"data.sequence_length={config.sequence_length}"
+            why = f"the text is a single window of {size} tokens. Give more text, shorter windows"
         raise DataError(
             f"data.eval_fraction={config.eval_fraction} cannot hold out a part of {config.section}.path={config.path}: "
             f"{why}, or data.eval_path."
