@@ -25,6 +25,7 @@ from .config import (
     FinetuneConfig as FinetuneConfig,
     GenerateConfig as GenerateConfig,
     PlanConfig as PlanConfig,
+    compose_config as compose_config,
     write_config as write_config,
 )
 from .distributed import DistributedContext as DistributedContext, init_distributed as init_distributed

@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdp_shard.checkpoint import SourceSettings
 from fsdp_shard.cli.run_recipe import Recipe, load_recipe, run_jobs
-from fsdp_shard.config import COMMANDS, GenerateConfig, PlanConfig, RunConfig
+from fsdp_shard.config import COMMANDS, GenerateConfig, PlanConfig, RunConfig, refuse_flags
 from fsdp_shard.distributed import joined_rank
 from fsdp_shard.errors import ConfigError, RunError
 from fsdp_shard.planning import PlanResult, check_plan, plan_run
@@ -155,11 +155,7 @@ def _run(
     Returns:
         The config.
     """
-    is_list = isinstance(settings, Sequence) and not isinstance(settings, str)
-    if not is_list or not all(isinstance(setting, str) for setting in settings):
-        raise ConfigError(f"{command} takes a list of settings, such as ['train.steps=4'], not {settings!r}.")
-    if flags := [setting for setting in settings if setting.startswith("-")]:
-        raise ConfigError(f"{flags[0]} is a flag of the command line, not a setting; {command} takes settings only.")
+    refuse_flags(settings, command)
 
     def find() -> Recipe[Any]:
         return recipe or load_recipe(shipped_directory("recipes") / f"{command}.py")

@@ -80,6 +80,45 @@ class Job(Generic[C]):
     overrides: tuple[str, ...]
 
 
+def compose_config(schema: type[C], settings: Sequence[str]) -> C:
+    """Compose the config of a command as its command line does, for a program that calls the stages itself.
+
+    Groups choose their options here: the wrapper by `shard=fsdp1`, the optimizer by `optim=adafactor`.
+
+    Args:
+        schema: The config of a command, such as `fs.FinetuneConfig`, or your dataclass that extends one.
+        settings: Settings as on the command line, such as "model.path=DIR"; a user's preset, a .yaml file, may be
+            the first.
+
+    Returns:
+        The config, which has been checked; what takes it checks it again, so it may be changed.
+
+    Raises:
+        ConfigError: A setting is unknown, missing, of the wrong type, out of range, or contradicts another.
+
+    Example:
+        >>> config = fs.compose_config(fs.FinetuneConfig, [f"model.path={model}", f"data.path={text}", "shard=fsdp1"])
+        >>> config.train.steps = 10
+        >>> fs.check_finetune(config)
+    """
+    refuse_flags(settings, "compose_config")
+    return compose_jobs(schema, settings, "compose_config")[0].config
+
+
+def refuse_flags(settings: Sequence[str], function: str) -> None:
+    """Raise ConfigError for what is not a list of settings, as flags such as --multirun are not.
+
+    Args:
+        settings: What the caller gave.
+        function: The public function that was called.
+    """
+    is_list = isinstance(settings, Sequence) and not isinstance(settings, str)
+    if not is_list or not all(isinstance(setting, str) for setting in settings):
+        raise ConfigError(f"{function} takes a list of settings, such as ['train.steps=4'], not {settings!r}.")
+    if flags := [setting for setting in settings if setting.startswith("-")]:
+        raise ConfigError(f"{flags[0]} is a flag of the command line, not a setting; {function} takes settings only.")
+
+
 def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> list[Job[C]]:
     """Compose and check the configs of a command line.
 

@@ -1,4 +1,8 @@
-from .agreement import run_on_all as run_on_all, run_on_main as run_on_main
+from .agreement import (
+    check_same_settings as check_same_settings,
+    run_on_all as run_on_all,
+    run_on_main as run_on_main,
+)
 from .communicator import (
     Communicator as Communicator,
     OnlyRank as OnlyRank,
@@ -6,7 +10,11 @@ from .communicator import (
     current_ranks as current_ranks,
     temporary_ranks as temporary_ranks,
 )
-from .config import LONGEST_TIMEOUT_SECONDS as LONGEST_TIMEOUT_SECONDS, LaunchConfig as LaunchConfig
+from .config import (
+    LONGEST_TIMEOUT_SECONDS as LONGEST_TIMEOUT_SECONDS,
+    Launchable as Launchable,
+    LaunchConfig as LaunchConfig,
+)
 from .hardware import (
     count_gpus as count_gpus,
     describe_missing_numactl as describe_missing_numactl,
@@ -47,4 +55,8 @@ from .signals import (
     noting_ctrl_c as noting_ctrl_c,
     stop_signals as stop_signals,
 )
-from .started_ranks import contradiction_of_srun as contradiction_of_srun, is_allocation_only as is_allocation_only
+from .started_ranks import (
+    check_started as check_started,
+    contradiction_of_srun as contradiction_of_srun,
+    is_allocation_only as is_allocation_only,
+)

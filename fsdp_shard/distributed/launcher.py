@@ -14,11 +14,12 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from fsdp_shard.distributed.agreement import common_settings, describe_other_setting
 from fsdp_shard.distributed.config import Launchable, LaunchConfig
 from fsdp_shard.distributed.hardware import can_bind_to_numa_nodes, count_gpus, num_cores
 from fsdp_shard.distributed.started_ranks import is_allocation_only, joins, number_in, slurm_variables
 from fsdp_shard.errors import ConfigError, RunError
-from fsdp_shard.utils import first_line, format_count, in_yaml, redact_setting, refuse_changed, set_environment, walk
+from fsdp_shard.utils import first_line, format_count, refuse_changed, set_environment
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -213,21 +214,9 @@ def _why_alone(world_size: int) -> str:
 
 def _refuse_other_settings(config: Launchable, store: "Store", rank: int, world_size: int) -> None:
     """Raise ConfigError on all ranks if one has other settings than rank 0: each would train with its own."""
-    own = {
-        name: redact_setting(name, in_yaml(value))
-        for name, _, value in walk(config)
-        if name not in ("run_dir", "debug", *config.per_machine) and not name.startswith("launch.")
-    }
     if rank == 0:
-        store.set(_SETTINGS, json.dumps(own))
-    first: dict[str, str] = json.loads(_wait_for(store, _SETTINGS))
-    differing = [name for name in {**first, **own} if own.get(name) != first.get(name)]
-    if differing:
-        name, host = differing[0], socket.gethostname()
-        error = (
-            f"Rank {rank} on {host} has {name}={own.get(name)}, but rank 0 has {name}={first.get(name)}; start all "
-            f"ranks with the same settings."
-        )
+        store.set(_SETTINGS, json.dumps(common_settings(config)))
+    if error := describe_other_setting(config, json.loads(_wait_for(store, _SETTINGS)), rank):
         store.set(f"{_SETTINGS}/error", error)
     if store.add(f"{_SETTINGS}/ranks", 1) == world_size:
         has_error = store.check([f"{_SETTINGS}/error"])

@@ -1,10 +1,12 @@
 """Finds from the environment whether torchrun or srun has started this process as a rank, and which one it is."""
 
+import os
 import re
 from collections.abc import Mapping
 
 from fsdp_shard.distributed.config import LaunchConfig
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.utils import refuse_changed
 
 
 def is_allocation_only(environment: Mapping[str, str]) -> bool:
@@ -32,6 +34,30 @@ def _inside_srun(settings: LaunchConfig, environment: Mapping[str, str]) -> bool
     if "SLURM_STEP_NUM_TASKS" in environment:
         return number_in(environment, "SLURM_STEP_NUM_TASKS") > 1
     return number_in(environment, "SLURM_NTASKS", "1") > 1 and settings.ranks == settings.max_nodes == 1
+
+
+def check_started(settings: LaunchConfig, world_size: int) -> None:
+    """Check that a rank runs among as many as its settings name; a recipe starts them, the stages of one do not.
+
+    Args:
+        settings: Ranks of the run.
+        world_size: Number of ranks that have been joined.
+
+    Raises:
+        ConfigError: There are others, or none although this process is to start some.
+    """
+    if world_size == 1 and "RANK" not in os.environ:
+        why = (
+            "has no effect: this process is the only rank, and a program that calls the stages starts no others. "
+            "Start it with torchrun, or make its function a recipe (`@fs.recipe`)."
+        )
+        refuse_changed(settings, ("ranks", "nodes", "max_restarts"), "launch.", why)
+    on_this_machine = number_in(os.environ, "LOCAL_WORLD_SIZE", str(world_size))
+    if settings.ranks not in (1, world_size, on_this_machine):
+        raise ConfigError(
+            f"launch.ranks={settings.ranks}, but {world_size} ranks have been started, {on_this_machine} of them on "
+            f"this machine, and their number counts; remove launch.ranks."
+        )
 
 
 def number_in(environment: Mapping[str, str], name: str, default: str = "0") -> int:

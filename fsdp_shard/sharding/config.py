@@ -196,8 +196,8 @@ class ShardConfig:
     def _module(self) -> Any:
         if not hasattr(self, "wrapper"):
             raise ConfigError(
-                "shard has no wrapper: pass settings as a list (`fs.finetune([...])`, `fs.plan([...])`), or take the "
-                "config that a recipe receives (`fsdp-shard cp finetune`), which has one."
+                "shard has no wrapper: make the config with `fs.compose_config(fs.FinetuneConfig, [...])`, which has "
+                "fsdp2 unless the settings name another, such as shard=fsdp1."
             )
         return import_module(f"{__package__}.{self.wrapper}")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdp_shard.checkpoint import CheckpointConfig, Location
 from fsdp_shard.data import DataConfig
-from fsdp_shard.distributed import LaunchConfig
+from fsdp_shard.distributed import Launchable
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import ShardConfig
@@ -245,14 +245,12 @@ class CombinedSettings(Protocol):
         """The objective."""
 
 
-class FinetuneSettings(ModelSettings, Protocol):
+class FinetuneSettings(ModelSettings, Launchable, Protocol):
     """The part of a training run's config that training uses."""
 
-    run_dir: str
     resume: str
     seed: int
     loss: str | None
-    launch: LaunchConfig
     data: DataConfig
     shard: ShardConfig
     objective: ObjectiveConfig

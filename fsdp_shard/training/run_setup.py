@@ -13,11 +13,14 @@ from fsdp_shard.data import Dataset, Samples, prepare_on_ranks
 from fsdp_shard.distributed import (
     LONGEST_TIMEOUT_SECONDS,
     DistributedContext,
+    check_same_settings,
+    check_started,
     describe_missing_numactl,
     init_distributed,
     is_restarted,
     run_on_main,
 )
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import load_context_length
 from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.checkpoints.recorded_settings import changed_values
@@ -53,14 +56,15 @@ from fsdp_shard.utils import check, device_peak_bytes, format_count, keep_freed_
 def start_run(config: FinetuneSettings) -> Iterator[RunStart]:
     """Join the ranks, lock the run directory, catch signals to stop, and find the step to resume from.
 
-    A collective. If the run is already finished, rank 0 reports that. The peak memory of this process counts from here.
+    A collective, after `check_finetune`. If the run is already finished, rank 0 reports that. The peak memory of this
+    process counts from here.
 
     Args:
         config: The settings of `finetune`.
 
     Raises:
-        ConfigError, CheckpointError: On all ranks: a setting is wrong, another run uses the directory, or the run
-            cannot be resumed.
+        ConfigError, CheckpointError: On all ranks: a setting is wrong or not the same on all ranks, the ranks are not
+            those of `launch`, another run uses the directory, or the run cannot be resumed.
 
     Example:
         >>> with fs.start_run(config) as start:  # doctest: +SKIP
@@ -79,13 +83,14 @@ def start_run(config: FinetuneSettings) -> Iterator[RunStart]:
             expert_parallel=shard.expert_parallel,
             context_parallel=shard.context_parallel,
         ) as context,
-        run_lock(_shared_run_dir(config, context), context) as lock,
-        StopSignal() as stop,
     ):
-        if context.device.type == "cpu":
-            keep_freed_memory()  # a tenth of a step's time
-        reset_device_peak(context.device.type)  # of an earlier run of this process
-        yield _find_start(config, context, stop, lock)
+        check_started(launch, context.world_size)
+        check_same_settings(context, config)
+        with run_lock(_shared_run_dir(config, context), context) as lock, StopSignal() as stop:
+            if context.device.type == "cpu":
+                keep_freed_memory()  # a tenth of a step's time
+            reset_device_peak(context.device.type)  # of an earlier run of this process
+            yield _find_start(config, context, stop, lock)
 
 
 def _shared_run_dir(config: FinetuneSettings, context: DistributedContext) -> str:
@@ -132,6 +137,11 @@ def open_data(config: FinetuneSettings, start: RunStart) -> Samples:
         >>> data.train.batch([0, 1]).input_ids.shape  # doctest: +SKIP
         (2, 2048)
     """
+    if config.data.sequence_length is None:
+        raise ConfigError(
+            "data.sequence_length is null, which check_finetune sets; call fs.check_finetune(config) on all ranks "
+            "before fs.start_run."
+        )
     task = data_task(config.model, start.source, config.objective.samples)
     return prepare_on_ranks(config.data, start.open_tokenizer, start.context, task=task, seed=config.seed)
 

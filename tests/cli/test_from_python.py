@@ -46,9 +46,9 @@ def settings(model: Path, texts: Path, run_dir: Path, *more: str) -> list[str]:
     return [f"model.path={model}", f"data.path={texts}/held_out.txt", f"run_dir={run_dir}", *fixed, *more]
 
 
-@pytest.mark.parametrize("name", ["finetune", "evaluate", "generate", "plan"])
+@pytest.mark.parametrize("name", ["finetune", "evaluate", "generate", "plan", "compose_config"])
 def test_the_examples_of_the_docs_run(name: str, tiny_model: Path, texts: Path, tmp_path: Path) -> None:
-    given = {"model": tiny_model, "text": f"{texts}/held_out.txt", "run_dir": tmp_path / "run"}
+    given = {"fs": fs, "model": tiny_model, "text": f"{texts}/held_out.txt", "run_dir": tmp_path / "run"}
     (found,) = doctest.DocTestFinder(recurse=False).find(getattr(fs, name), name, globs=given)
     assert found.examples
     assert doctest.DocTestRunner(checker=_AfterWhatIsPrinted()).run(found).failed == 0
@@ -104,10 +104,10 @@ def test_a_plan_returns_the_figures_of_the_command(
 def test_a_config_made_by_hand_says_what_it_lacks(tiny_model: Path) -> None:
     config = fs.PlanConfig()
     config.model.path = str(tiny_model)
-    with pytest.raises(ConfigError, match=r"shard has no wrapper: pass settings as a list .* that a recipe receives"):
+    with pytest.raises(ConfigError, match=r"shard has no wrapper: .*compose_config.*, such as shard=fsdp1\."):
         fs.plan_run(config)
     config.shard = Fsdp2Config()
-    with pytest.raises(ConfigError, match=r"optim has no optimizer: pass settings as a list .* that a recipe receives"):
+    with pytest.raises(ConfigError, match=r"optim has no optimizer: .*compose_config.*, such as optim=adafactor\."):
         fs.plan_run(config)
 
 
@@ -299,6 +299,10 @@ def test_mistakes(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
         fs.generate("prompt=Once")
     with pytest.raises(ConfigError, match="--cfg is a flag of the command line"):
         fs.finetune(["--cfg", "job"])
+    with pytest.raises(ConfigError, match="-m is a flag of the command line, not a setting; compose_config takes"):
+        fs.compose_config(fs.FinetuneConfig, ["-m", "train.steps=2,4"])
+    with pytest.raises(ConfigError, match=r"compose_config takes a list of settings, such as .*, not 'seed=1'"):
+        fs.compose_config(fs.FinetuneConfig, "seed=1")
     with pytest.raises(ConfigError, match="exactly one of prompt=TEXT and prompts=FILE"):
         fs.generate([f"checkpoint={tiny_model}"])
     with pytest.raises(ConfigError, match="a conversation, which is for the terminal"):

@@ -16,7 +16,8 @@ import pytest
 import fsdp_shard as fs
 from fsdp_shard.config import COMMANDS
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.training import DistillConfig, TrainConfig
+from fsdp_shard.sharding import Fsdp1Config, Fsdp2Config
+from fsdp_shard.training import AdamWConfig, DistillConfig, SgdConfig, TrainConfig
 from fsdp_shard.utils import check
 from tests.config.composed import refusal
 
@@ -212,6 +213,25 @@ def test_a_required_setting_may_be_left_to_another_one(tiny_model: Path) -> None
     config = fs.EvaluateConfig(checkpoint=str(tiny_model), task="speed")
     fs.check_evaluation(config)
     assert config.data.path == ""
+
+
+def test_a_config_composed_in_python_is_that_of_the_command_line(tmp_path: Path) -> None:
+    @dataclass
+    class Own(fs.FinetuneConfig):
+        gamma: float = 2.0
+
+    required = ["model.path=model", "data.path=text.txt"]
+    config = fs.compose_config(Own, [*required, "shard=fsdp1", "optim=sgd", "adapter=lora", "gamma=3"])
+    assert (type(config.shard), type(config.optim), config.gamma) == (Fsdp1Config, SgdConfig, 3.0)
+    assert type(fs.compose_config(fs.FinetuneConfig, required).shard) is Fsdp2Config
+    (tmp_path / "mine.yaml").write_text("model: {path: model}\ntrain: {steps: 7}\n")
+    preset = fs.compose_config(fs.FinetuneConfig, [str(tmp_path / "mine.yaml"), "data.path=text.txt", "seed=3"])
+    assert (preset.train.steps, preset.model.path, preset.seed) == (7, "model", 3)
+    assert isinstance(fs.compose_config(fs.PlanConfig, required[:1]).optim, AdamWConfig)
+    with pytest.raises(ConfigError, match=r"data\.path is not set"):
+        fs.compose_config(fs.FinetuneConfig, required[:1])
+    with pytest.raises(ConfigError, match=r"optim\.lr=-1"):
+        fs.compose_config(fs.FinetuneConfig, [*required, "optim.lr=-1"])
 
 
 def test_what_is_made_from_settings_follows_them(tmp_path: Path) -> None:

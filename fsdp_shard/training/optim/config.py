@@ -71,6 +71,6 @@ class OptimConfig:
     def create(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Create the optimizer from `groups`, each with its own `weight_decay`, and some with their own `lr`."""
         raise ConfigError(
-            "optim has no optimizer: pass settings as a list (`fs.finetune([...])`, `fs.plan([...])`), or take the "
-            "config that a recipe receives (`fsdp-shard cp finetune`), which has one."
+            "optim has no optimizer: make the config with `fs.compose_config(fs.FinetuneConfig, [...])`, which has "
+            "adamw unless the settings name another, such as optim=adafactor."
         )
