@@ -28,13 +28,16 @@ from .config import (
     compose_config as compose_config,
     write_config as write_config,
 )
-from .distributed import DistributedContext as DistributedContext, init_distributed as init_distributed
+from .distributed import (
+    DistributedContext as DistributedContext,
+    init_distributed as init_distributed,
+    join_ranks as join_ranks,
+)
 from .evaluation import check_evaluation as check_evaluation, run_evaluation as run_evaluation
 from .inference import (
     check_checkpoint as check_checkpoint,
     check_generation as check_generation,
     complete_prompts as complete_prompts,
-    join_ranks as join_ranks,
     load_dispatched as load_dispatched,
 )
 from .models import no_split_blocks as no_split_blocks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from threading import Event
 
 import hypothesis
 import pytest
@@ -28,7 +29,7 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Spawned ranks import everything anew, which takes ten times as long, and know nothing that a test has registered.
     """
-    monkeypatch.setattr("fsdp_shard.distributed.launcher._computed", [])
+    monkeypatch.setattr("fsdp_shard.distributed.launcher._has_computed", Event())
 
 
 @pytest.fixture(scope="session")

@@ -40,6 +40,7 @@ from .formats.peft import (
 from .formats.registry import recognize as recognize, writer as writer
 from .formats.trainer_layouts import latest_step_directory as latest_step_directory
 from .index import TensorIndex as TensorIndex
+from .integrity.compared_locations import refuse_unused_base as refuse_unused_base
 from .integrity.content_digest import (
     config_digest as config_digest,
     describe_model as describe_model,
@@ -82,7 +83,6 @@ from .location import (
     local_path as local_path,
     locate as locate,
     open_checkpoint as open_checkpoint,
-    refuse_unused_base as refuse_unused_base,
 )
 from .model_files import (
     CONFIG as CONFIG,

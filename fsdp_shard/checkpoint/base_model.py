@@ -195,7 +195,7 @@ def _with_rotary(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _fingerprint_of_stacked(index: TensorIndex, directory: Path) -> str | None:
-    """Return the fingerprint that version 0.1.0 recorded for adapters; None if the weights do not match the config.
+    """Return the fingerprint that older adapters recorded; None if the weights do not match the config.
 
     It is that of the tensors that transformers makes of the stored ones, with experts stacked.
     """

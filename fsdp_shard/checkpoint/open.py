@@ -1,4 +1,7 @@
-"""Opens the checkpoint in a directory or file: recognizes its format and completes the format's index."""
+"""Opens the checkpoint in a directory or file: recognizes its format and completes the format's index.
+
+The public `open_checkpoint` is in `location.py`, which finds the directory of a run, an address or a hub id first.
+"""
 
 import dataclasses
 from pathlib import Path

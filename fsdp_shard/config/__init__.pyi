@@ -15,9 +15,8 @@ from .compose import (
     Job as Job,
     compose_config as compose_config,
     compose_jobs as compose_jobs,
-    not_writable as not_writable,
     refuse_flags as refuse_flags,
-    write_config as write_config,
 )
+from .config_file import not_writable as not_writable, write_config as write_config
 from .nested_run_dirs import refuse_nested as refuse_nested
 from .reference import help_text as help_text

@@ -25,7 +25,6 @@ from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fsdp_shard.checkpoint import CONFIG_FILE
 from fsdp_shard.config.command_configs import OPTIONS, RunConfig, command_of
 from fsdp_shard.config.config_errors import composition_error, flag_suggestion, unknown_setting_message
 from fsdp_shard.config.preset_file import (
@@ -41,13 +40,10 @@ from fsdp_shard.config.text_overrides import quote_text, refuse_unquoted_list
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import (
     check,
-    has_content,
     is_chosen,
     missing_error,
-    refuse_remote,
     set_environment,
     shipped_directory,
-    write_atomically,
 )
 
 C = TypeVar("C", bound=RunConfig)
@@ -345,33 +341,3 @@ def _sections(composed: Any) -> Iterator[tuple[str, Any]]:
         is_set = not OmegaConf.is_interpolation(composed, key) and not OmegaConf.is_missing(composed, key)
         if is_set and isinstance(section := composed[key], DictConfig):
             yield key, section
-
-
-def write_config(config: RunConfig) -> None:
-    """Write RUN_DIR/config.yaml atomically, replacing the file of an earlier run that this one resumes.
-
-    Pass it as `--config-name` to repeat the run. A run that leaves no files does not write it.
-
-    Raises:
-        ConfigError: `run_dir` cannot be written.
-
-    Example:
-        >>> fs.write_config(config)  # doctest: +SKIP
-    """
-    refuse_remote(config.run_dir, "run_dir", "give a local directory.")
-    if config.kept_run_dir is None:
-        return
-    file, content = Path(config.run_dir) / CONFIG_FILE, config.to_yaml().encode()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if not has_content(file, content):
-            write_atomically(file, content)
-    except OSError as error:
-        raise not_writable(config.run_dir, error) from error
-
-
-def not_writable(run_dir: str, error: OSError) -> ConfigError:
-    """The error for a run_dir that cannot be written."""
-    return ConfigError(
-        f"run_dir={run_dir} cannot be written: {error.strerror or error}. Set it to a writable directory."
-    )

@@ -46,6 +46,7 @@ from .process_group import (
     DistributedContext as DistributedContext,
     context_groups as context_groups,
     init_distributed as init_distributed,
+    join_ranks as join_ranks,
 )
 from .rendezvous import is_this_machine as is_this_machine
 from .signals import (

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
+from threading import Event
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from fsdp_shard.distributed.agreement import common_settings, describe_other_setting
@@ -40,7 +41,7 @@ _GPU_VARIABLES = {
 }
 # For a process that is the only rank, instead of values that schedulers set for machines or another program left.
 _ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-_computed: list[str] = []  # runs in which this process was the only rank
+_has_computed = Event()  # this process was the only rank of a run
 
 
 C = TypeVar("C", bound=Launchable)
@@ -97,7 +98,7 @@ def launch(
             _start_ranks(work, config, may_fork=may_fork)
         else:
             begin(config)
-            _computed.append(config.run_dir)
+            _has_computed.set()
             with set_environment({name: value for name, value in _ONE_RANK.items() if name in os.environ}):
                 work(config)
 
@@ -130,7 +131,7 @@ def _start_ranks(work: Callable[[C], None], config: C, *, may_fork: bool) -> Non
         config,
         # A CUDA context does not survive a fork, nor do OpenMP threads that an earlier one-rank job of a sweep left in
         # this process. Otherwise forked ranks share the imported modules, and start ten times faster.
-        start_method="fork" if may_fork and shares_memory(settings) and not _computed else "spawn",
+        start_method="fork" if may_fork and shares_memory(settings) and not _has_computed.is_set() else "spawn",
         num_threads=_num_threads(settings),
     )
 
@@ -349,5 +350,5 @@ def uses_gpus(settings: LaunchConfig) -> bool:
 
 
 def shares_memory(settings: LaunchConfig) -> bool:
-    """Return whether ranks are forked, and so start with the memory of this process."""
+    """Return whether ranks may be forked, and so start with the memory of this process."""
     return not joins(settings, os.environ) and not uses_gpus(settings)

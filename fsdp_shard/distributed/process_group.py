@@ -21,7 +21,8 @@ from fsdp_shard.distributed.communicator import Communicator
 from fsdp_shard.distributed.config import LaunchConfig
 from fsdp_shard.distributed.hardware import init_device
 from fsdp_shard.distributed.key_value_store import join_store
-from fsdp_shard.distributed.started_ranks import number_in
+from fsdp_shard.distributed.launcher import world_sizes
+from fsdp_shard.distributed.started_ranks import check_started, number_in
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import check, clear_sharding_caches
 
@@ -164,6 +165,28 @@ def init_distributed(
     with nullcontext() if is_joined else _process_group(rendezvous, rank, world_size, timeout, torch_device):
         groups = context_groups(world_size, replicas, parallel, torch_device.type, timeout)
         yield DistributedContext(rank=rank, world_size=world_size, local_rank=local_rank, device=torch_device, **groups)
+
+
+@contextmanager
+def join_ranks(launch: LaunchConfig, tensor_parallel: int = 1) -> Iterator[DistributedContext | None]:
+    """Yield the ranks that divide prompts or batches, and layers if `tensor_parallel` > 1; None for a single process.
+
+    Raises:
+        ConfigError: The ranks are not those of `launch`, or cannot be divided by `tensor_parallel`.
+
+    Example:
+        >>> with fs.join_ranks(config.launch, config.tensor_parallel) as context:  # doctest: +SKIP
+        ...     print(context is None or context.is_main)
+    """
+    if max(world_sizes(launch)) == 1:
+        check_started(launch, 1)
+        yield None
+        return
+    with init_distributed(
+        launch.device, timeout_seconds=launch.timeout_seconds, tensor_parallel=tensor_parallel
+    ) as context:
+        check_started(launch, context.world_size)
+        yield context
 
 
 def _check_sizes(

@@ -28,7 +28,7 @@ from fsdp_shard.planning import (
     plan_memory,
     switched_off,
 )
-from fsdp_shard.utils import check as check_sections, format_count, format_size
+from fsdp_shard.utils import check as check_sections, format_count, format_number, format_size
 
 _MAX_PLANS = 12  # of each kind, because a dry run should take seconds
 
@@ -122,7 +122,8 @@ def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Fin
     if plan is None:
         yield skipped("model.path=...")
         return
-    what = f"{plan.model_class}, {plan.num_params / 1e6:,.1f} M parameters in {format_count(len(plan.blocks), 'block')}"
+    size = f"{format_number(plan.num_params)} parameters in {format_count(len(plan.blocks), 'block')}"
+    what = f"{plan.model_class}, {size}"
     if plan.peak_bytes is None:
         yield warning(f"{what}; the activations of its forward pass could not be measured ({plan.problem})")
         return

@@ -28,7 +28,7 @@ from .generation.kv_cache_size import (
     cached_blocks as cached_blocks,
 )
 from .generation.prompts import Completion as Completion, Prompt as Prompt
-from .generation.text_generation import complete_prompts as complete_prompts, join_ranks as join_ranks
+from .generation.text_generation import complete_prompts as complete_prompts
 from .generation.tokenize_prompts import check_generates as check_generates
 from .generation_checks import check_checkpoint as check_checkpoint, check_generation as check_generation
 from .named_adapters import inject_adapters as inject_adapters

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers import PretrainedConfig, PreTrainedModel
@@ -32,18 +32,12 @@ class LoadFigures:
         shard_bytes: The rank's shards of parameters and buffers.
         largest_block_bytes: The largest block.
         excess_bytes: The peak without shards and largest block: the program itself, and buffers.
-        before_bytes: Resident memory of this rank, not of the worst one, before loading.
     """
 
     peak_memory_bytes: int
     shard_bytes: int
     largest_block_bytes: int
     excess_bytes: int
-    before_bytes: int = 0
-
-    def worst(self) -> dict[str, int]:
-        """The figures of the worst rank, by name."""
-        return {name: num for name, num in asdict(self).items() if name != "before_bytes"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +74,12 @@ class LoadedModel(ModelDescription):
     Attributes:
         model: The sharded model.
         figures: The memory that loading took.
+        before_bytes: Resident memory of this rank before its weights.
     """
 
     model: ShardedModel
     figures: LoadFigures
+    before_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,8 +136,8 @@ class UnfilledModel:
             self._fill_adapter(self.described.adapter, shards, seed)
         for name in self.computed:  # the index outlives the model's loading, and has the values whole
             self.index.tensors.pop(name, None)
-        figures = replace(_figures(shards, self.largest_block_bytes, self.context), before_bytes=self.before_bytes)
-        return LoadedModel(**vars(self.described), model=sharded, figures=figures)
+        figures = _figures(shards, self.largest_block_bytes, self.context)
+        return LoadedModel(**vars(self.described), model=sharded, figures=figures, before_bytes=self.before_bytes)
 
     def _fill_adapter(self, adapter: lora.Adapter, shards: Mapping[str, LocalShard], seed: int) -> None:
         """Fill an adapter from the step to resume from, from an earlier adapter, or with initial values."""

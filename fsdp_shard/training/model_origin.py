@@ -71,26 +71,26 @@ def model_source(config: ModelSettings, step_directory: Path | None) -> Location
     return config.source
 
 
-def model_on_meta(config: ModelConfig, source: Location) -> PreTrainedModel:
-    """Build the model on the meta device, with the dtype and attention of `config`, and without random layer drop."""
-    model, trust = origin_config(config, source), config.trust_remote_code
-    for name in _dropped_layers(model):
-        setattr(model, name, 0.0)
-    return build_on_meta(model, config.dtype, trust_remote_code=trust, attention=config.attention)
+def model_on_meta(settings: ModelConfig, source: Location) -> PreTrainedModel:
+    """Build the model on the meta device, with the dtype and attention of `settings`, and without random layer drop."""
+    config, trust = origin_config(settings, source), settings.trust_remote_code
+    for name in _layer_drop(config):
+        setattr(config, name, 0.0)
+    return build_on_meta(config, settings.dtype, trust_remote_code=trust, attention=settings.attention)
 
 
-def origin_config(config: ModelConfig, source: Location) -> PretrainedConfig:
+def origin_config(settings: ModelConfig, source: Location) -> PretrainedConfig:
     """Load the config of a run's model, with the classes of a new head and a padding token if `labels` require one."""
-    model = load_config(source.config_directory, config.trust_remote_code)
-    if config.labels:
-        model.architectures = [classifier_name(model)]
-        model.id2label = dict(enumerate(config.labels))
-        model.label2id = {name: number for number, name in enumerate(config.labels)}
-        model.problem_type = None  # of the earlier head
-        if pad_token(model) is None:
-            end = getattr(model.get_text_config(), "eos_token_id", None)
-            model.get_text_config().pad_token_id = end[0] if isinstance(end, list) else end
-    return model
+    config = load_config(source.config_directory, settings.trust_remote_code)
+    if settings.labels:
+        config.architectures = [classifier_name(config)]
+        config.id2label = dict(enumerate(settings.labels))
+        config.label2id = {name: number for number, name in enumerate(settings.labels)}
+        config.problem_type = None  # of the earlier head
+        if pad_token(config) is None:
+            end = getattr(config.get_text_config(), "eos_token_id", None)
+            config.get_text_config().pad_token_id = end[0] if isinstance(end, list) else end
+    return config
 
 
 @dataclass(frozen=True)
@@ -187,42 +187,42 @@ def build_model(
     """
 
     def build() -> PreTrainedModel:
-        settings: dict[str, Any] = {"dtype": dtype, "attention": attention, "trust_remote_code": trust_remote_code}
-        config = ModelConfig(os.fspath(path), **settings)
-        check(config)
-        return model_on_meta(config, locate(config.path))
+        given: dict[str, Any] = {"dtype": dtype, "attention": attention, "trust_remote_code": trust_remote_code}
+        settings = ModelConfig(os.fspath(path), **given)
+        check(settings)
+        return model_on_meta(settings, locate(settings.path))
 
     return build() if ranks is None else run_on_all(ranks, build)
 
 
-def layer_drop_notes(config: ModelConfig, source: Location) -> list[str]:
+def layer_drop_notes(settings: ModelConfig, source: Location) -> list[str]:
     """Return a line about layer drop in the model's config, which training does not apply."""
-    found = _dropped_layers(load_config(source.config_directory, config.trust_remote_code))
-    settings = " and ".join(f"{name}={value}" for name, value in found.items())
+    found = _layer_drop(load_config(source.config_directory, settings.trust_remote_code))
+    rates = " and ".join(f"{name}={value}" for name, value in found.items())
     why = "no layer is dropped at random, as ranks would drop different ones"
-    return [f"config.json has {settings}, which is not applied: {why}"] if found else []
+    return [f"config.json has {rates}, which is not applied: {why}"] if found else []
 
 
-def _dropped_layers(model: PretrainedConfig) -> dict[str, float]:
-    """Return the settings that make a model (M2M-100) skip whole layers at random in training."""
-    return {name: value for name, value in model.to_dict().items() if name.endswith("layerdrop") and value}
+def _layer_drop(config: PretrainedConfig) -> dict[str, float]:
+    """Return the rates with which a model (M2M-100) skips whole layers at random in training."""
+    return {name: value for name, value in config.to_dict().items() if name.endswith("layerdrop") and value}
 
 
-def data_task(config: ModelConfig, source: Location, samples: str = ROWS) -> Task:
+def data_task(settings: ModelConfig, source: Location, samples: str = ROWS) -> Task:
     """Return the task that the data must be prepared for, with the special tokens and labels of the model.
 
     Args:
-        config: The settings of the model.
+        settings: The settings of the model.
         source: The model.
         samples: The shape of the samples that the objective needs.
     """
-    model = origin_config(config, source)
-    start = decoder_start(model_on_meta(config, source)) if config.task == SEQ2SEQ else 0
-    label_ids = dict(getattr(model, "label2id", None) or {})
-    num_labels = getattr(model, "num_labels", 0)
-    found = getattr(model.get_text_config(), "vocab_size", None)
+    config = origin_config(settings, source)
+    start = decoder_start(model_on_meta(settings, source)) if settings.task == SEQ2SEQ else 0
+    label_ids = dict(getattr(config, "label2id", None) or {})
+    num_labels = getattr(config, "num_labels", 0)
+    found = getattr(config.get_text_config(), "vocab_size", None)
     vocabulary = found if isinstance(found, int) else None
-    return Task(config.task, start, num_labels, label_ids, pad_token(model) or 0, samples, vocabulary)
+    return Task(settings.task, start, num_labels, label_ids, pad_token(config) or 0, samples, vocabulary)
 
 
 def decoder_start(model: PreTrainedModel) -> int:
@@ -254,14 +254,14 @@ def decoder_start(model: PreTrainedModel) -> int:
 _SUMMARIZED = frozenset({"flaubert", "xlm", "xlnet"})  # whose classifiers use `summary_type`; GPT-2's does not
 
 
-def check_classifier(model: PretrainedConfig, *, is_reward_model: bool = False) -> None:
+def check_classifier(config: PretrainedConfig, *, is_reward_model: bool = False) -> None:
     """Raise ModelError if a classifier has too few classes or several labels per text, or finds no end of a padded one.
 
     Args:
-        model: Its config.
+        config: Its config.
         is_reward_model: Whether it must have a single output instead.
     """
-    num_labels = len(model.id2label or {})
+    num_labels = len(config.id2label or {})
     if is_reward_model and num_labels != 1:
         raise ModelError(
             f"objective=reward trains a model with one output, but this one has num_labels={num_labels} in its "
@@ -272,39 +272,39 @@ def check_classifier(model: PretrainedConfig, *, is_reward_model: bool = False) 
             f"The model has num_labels={num_labels} in its config.json, and with one class there is nothing to learn; "
             f"set two or more, or model.labels for a new head."
         )
-    problem = getattr(model, "problem_type", None)
+    problem = getattr(config, "problem_type", None)
     if problem not in (None, "single_label_classification") and not is_reward_model:
         raise ModelError(
             f"The model has problem_type={problem} in its config.json, but a text has one class here; set problem_type "
             f"to single_label_classification there if that is intended, or set model.labels of finetune for a new head."
         )
-    summary = getattr(model, "summary_type", "first")
-    if model.model_type in _SUMMARIZED and summary != "first":
+    summary = getattr(config, "summary_type", "first")
+    if config.model_type in _SUMMARIZED and summary != "first":
         raise ModelError(
-            f"The classifier of {model.model_type} with summary_type={summary} in its config.json reads the padding "
+            f"The classifier of {config.model_type} with summary_type={summary} in its config.json reads the padding "
             f"after a text; use another model."
         )
-    if pad_token(model) is None:
+    if pad_token(config) is None:
         raise ModelError(
             "The model has no pad_token_id in its config.json, which a classifier needs to find the end of a text; add "
             "one, such as its end-of-text token."
         )
 
 
-def pad_token(model: PretrainedConfig) -> int | None:
+def pad_token(config: PretrainedConfig) -> int | None:
     """Return the padding token of the model, if it has one."""
-    found: int | None = getattr(model.get_text_config(), "pad_token_id", None)
+    found: int | None = getattr(config.get_text_config(), "pad_token_id", None)
     return found
 
 
 def collect_model_files(
-    source: Location, model: ModelConfig, data: DataConfig, adapter: Adapter | None = None
+    source: Location, settings: ModelConfig, data: DataConfig, adapter: Adapter | None = None
 ) -> dict[str, bytes]:
     """Collect the files that make a directory of weights a model: config, generation config and tokenizer.
 
     Args:
         source: The model.
-        model: Its settings; the dtype is for the config.
+        settings: Its settings; the dtype is for the config.
         data: The settings of the data; the chat template that they choose or change becomes the only one.
         adapter: The adapter that is saved instead of the model, with its own files, and with the tokenizer only if
             that has another chat template.
@@ -316,23 +316,23 @@ def collect_model_files(
     if adapter is not None and not has_own_template:
         return adapter.files()
     with TemporaryDirectory() as directory:
-        names = copy_model_files(source.model_files, Path(directory), model.dtype)
+        names = copy_model_files(source.model_files, Path(directory), settings.dtype)
         files = {name: read_bounded(Path(directory) / name, "tokenizer_bytes") for name in names}
-    if model.labels and adapter is None:
-        files[CONFIG] = set_classes(files[CONFIG], classifier_entries(model, model_on_meta(model, source)))
+    if settings.labels and adapter is None:
+        files[CONFIG] = set_classes(files[CONFIG], classifier_entries(settings, model_on_meta(settings, source)))
     if not has_own_template:
         return files
-    tokenizer = with_chat_template(load_tokenizer(source.tokenizer_directory, model.trust_remote_code), data)
+    tokenizer = with_chat_template(load_tokenizer(source.tokenizer_directory, settings.trust_remote_code), data)
     name = data.chat_template if data.template_text is None else None
     files = set_chat_template(files, str(tokenizer.chat_template), name, tokenizer_only=adapter is not None)
     return files if adapter is None else files | adapter.files()
 
 
-def classifier_entries(model: ModelConfig, built: PreTrainedModel) -> dict[str, Any]:
+def classifier_entries(settings: ModelConfig, model: PreTrainedModel) -> dict[str, Any]:
     """Return the entries of config.json that a new head changes: the class of the model, its classes and padding."""
     return {
-        "architectures": [type(built).__name__],
-        "id2label": {str(number): name for number, name in enumerate(model.labels)},
-        "label2id": {name: number for number, name in enumerate(model.labels)},
-        "pad_token_id": pad_token(built.config),
+        "architectures": [type(model).__name__],
+        "id2label": {str(number): name for number, name in enumerate(settings.labels)},
+        "label2id": {name: number for number, name in enumerate(settings.labels)},
+        "pad_token_id": pad_token(model.config),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 
 from torch.optim import Optimizer
 
@@ -268,7 +269,7 @@ def open_log(
 
 
 def _first_lines(config: FinetuneSettings, run: TrainingRun, start: RunStart) -> list[str]:
-    """Return the first lines of a run: where it resumes, and how long its samples are."""
+    """Return what the log begins with: where the run resumes, what it trains otherwise than usual, how much data."""
     lines = [] if start.resume_from is None else [describe_resume(config, start.resume_from, run)]
     lines += [] if start.note is None else [start.note]
     if (loss := run.functions.loss) is not None:
@@ -357,6 +358,6 @@ def finish_run(config: FinetuneSettings, run: TrainingRun, loaded: LoadedModel, 
         raise interrupted(run.interrupted_by, run.state.step, config.run_dir, config.resume)
     peaks = run.context.all_gather_object(device_peak_bytes(run.context.device.type))
     figures["peak_memory_bytes_by_rank"] = peaks
-    figures["memory_before_bytes_by_rank"] = run.context.all_gather_object(loaded.figures.before_bytes)
+    figures["memory_before_bytes_by_rank"] = run.context.all_gather_object(loaded.before_bytes)
     figures["device"] = run.context.device.type
-    log.finish(config.model.path, {"num_params": loaded.num_params, "load": loaded.figures.worst(), **figures})
+    log.finish(config.model.path, {"num_params": loaded.num_params, "load": asdict(loaded.figures), **figures})

@@ -20,7 +20,8 @@ from fsdp_shard.config import (
     PlanConfig,
     is_used,
 )
-from fsdp_shard.config.compose import compose_jobs, write_config
+from fsdp_shard.config.compose import compose_jobs
+from fsdp_shard.config.config_file import write_config
 from fsdp_shard.config.nested_run_dirs import refuse_nested
 from fsdp_shard.config.reference import groups_of, help_text, markdown, settings_of
 from fsdp_shard.errors import ConfigError

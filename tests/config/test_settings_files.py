@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from fsdp_shard.config import FinetuneConfig, GenerateConfig
-from fsdp_shard.config.compose import compose_jobs, write_config
+from fsdp_shard.config.compose import compose_jobs
+from fsdp_shard.config.config_file import write_config
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding import Fsdp1Config
 from tests.config.composed import GIVEN, one, refusal

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.compare import Pair, match, read_elements
+from fsdp_shard.checkpoint.integrity.compared_locations import differences_of_adapters, notes_on_bases, open_both
 from fsdp_shard.checkpoint.integrity.diff_report import DiffReport, Side, TensorDifference
 from fsdp_shard.checkpoint.integrity.model_view import under_model_names
 from fsdp_shard.checkpoint.integrity.scan import position
 from fsdp_shard.checkpoint.io import in_threads, itemsize
-from fsdp_shard.checkpoint.location import Location, differences_of_adapters, locate, notes_on_bases, open_both
+from fsdp_shard.checkpoint.location import Location, locate
 
 if TYPE_CHECKING:
     from fsdp_shard.checkpoint.integrity.numeric_errors import Errors

@@ -17,20 +17,18 @@ from fsdp_shard.checkpoint.formats.peft import ADAPTER_CONFIG
 from fsdp_shard.checkpoint.formats.trainer_layouts import latest_step_directory
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity import compare
+from fsdp_shard.checkpoint.integrity.compared_locations import (
+    differences_of_adapters,
+    notes_on_bases,
+    refuse_unused_base,
+)
 from fsdp_shard.checkpoint.integrity.load_checks import compare_with_base, compare_with_config
 from fsdp_shard.checkpoint.integrity.model_view import under_model_names
 from fsdp_shard.checkpoint.integrity.non_finite import DTYPES
 from fsdp_shard.checkpoint.integrity.scan import Scan, checksum_problems, damage, non_finite, scan
 from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem, VerifyReport, size_problem
 from fsdp_shard.checkpoint.io import has_file, itemsize, member
-from fsdp_shard.checkpoint.location import (
-    Location,
-    differences_of_adapters,
-    local_path,
-    locate,
-    notes_on_bases,
-    refuse_unused_base,
-)
+from fsdp_shard.checkpoint.location import Location, local_path, locate
 from fsdp_shard.checkpoint.model_files import CONFIG
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST, Manifest, read_manifest, read_manifest_of_folder
 from fsdp_shard.checkpoint.steps.retry_if_deleted import retry_if_deleted

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 _FORMAT_VERSION = 4
-_ROWS_OF_DIGEST = 256  # rows hashed together, as in version 0.1.0
+_ROWS_OF_DIGEST = 256  # rows hashed together; older runs have recorded such digests
 
 # An array, or a column of mapped Arrow files: `np.asarray` of a slice reads only that slice.
 Array: TypeAlias = "npt.NDArray[Any] | pyarrow.ChunkedArray"

@@ -2,8 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import cuda
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard.data import with_template_variables
-from fsdp_shard.distributed import DistributedContext, LaunchConfig, check_started, init_distributed, world_sizes
+from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.inference.config import GenerateSettings
 from fsdp_shard.inference.dispatch import Log, dispatch_model, with_adapters
 from fsdp_shard.inference.generation import batching, chat_session, kv_cache_size, prompts as prompt_files
@@ -24,28 +23,6 @@ from fsdp_shard.utils import check, format_count, format_size, peak_resident_byt
 
 _write = partial(print, end="", flush=True)
 _FIGURES = ("first_token_seconds", "tokens_per_second", "disk_bytes_per_token")  # of the decoder, in result.json
-
-
-@contextmanager
-def join_ranks(launch: LaunchConfig, tensor_parallel: int = 1) -> Iterator[DistributedContext | None]:
-    """Yield the ranks that divide prompts or batches, and layers if `tensor_parallel` > 1; None for a single process.
-
-    Raises:
-        ConfigError: The ranks are not those of `launch`, or cannot be divided by `tensor_parallel`.
-
-    Example:
-        >>> with fs.join_ranks(config.launch, config.tensor_parallel) as context:  # doctest: +SKIP
-        ...     print(context is None or context.is_main)
-    """
-    if max(world_sizes(launch)) == 1:
-        check_started(launch, 1)
-        yield None
-        return
-    with init_distributed(
-        launch.device, timeout_seconds=launch.timeout_seconds, tensor_parallel=tensor_parallel
-    ) as context:
-        check_started(launch, context.world_size)
-        yield context
 
 
 def complete_prompts(

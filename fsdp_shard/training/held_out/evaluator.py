@@ -119,7 +119,7 @@ class HeldOutEvaluator:
             report = evaluate_loss(
                 run.model, self._samples, size, run.context, run.functions, objective=objective, reference=reference
             )
-            if state.evaluation_pending:
+            if state.step:
                 state.record_evaluation(report.loss, run.config.min_delta)
             else:
                 state.loss_before = report.loss

@@ -8,7 +8,7 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import ModelConfig, attention_implementations
 from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.training.load_model import LoadedModel
-from fsdp_shard.utils import format_count, format_size
+from fsdp_shard.utils import format_count, format_number, format_size
 
 
 def describe_loaded_model(
@@ -26,7 +26,7 @@ def describe_loaded_model(
     used = attention_implementations(loaded.model.module)
     attention = f" with {' and '.join(used)} attention" if used else ""
     lines = [
-        f"{config.path}: {loaded.num_params / 1e6:,.1f} M parameters in {loaded.num_blocks} blocks on {mesh}, "
+        f"{config.path}: {format_number(loaded.num_params)} parameters in {loaded.num_blocks} blocks on {mesh}, "
         f"{type(loaded.model).__name__.removesuffix('Model').upper()}, computing in {shard.param_dtype}{attention}",
         f"loaded: {format_size(figures.shard_bytes)} of weights per rank, peak memory "
         f"{format_size(figures.peak_memory_bytes)}",

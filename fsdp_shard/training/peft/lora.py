@@ -24,7 +24,7 @@ from fsdp_shard.models import CAUSAL, SEQ2SEQ, SEQUENCE_CLASSIFICATION, ModelCon
 from fsdp_shard.training.peft.config import EVA, AdapterConfig, LoraConfig
 from fsdp_shard.training.peft.initial_values import Magnitude
 from fsdp_shard.training.peft.principal import Principal, combined_settings, inject_principal
-from fsdp_shard.utils import first_line, is_remote
+from fsdp_shard.utils import first_line, format_number, is_remote
 
 if TYPE_CHECKING:
     import peft
@@ -76,7 +76,7 @@ class Adapter:
         num_params = sum(math.prod(shards[name].shape) for name in self.names)
         frozen = "all else is frozen" if self.frozen is None else f"all else is frozen, {self.frozen}"
         kind = "DoRA" if self.magnitudes else "LoRA"
-        return f"{kind}: training {num_params / 1e6:,.2f} M parameters in {len(self.names)} tensors, {frozen}"
+        return f"{kind}: training {format_number(num_params)} parameters in {len(self.names)} tensors, {frozen}"
 
     def learning_rates(self, lr: float, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float]:
         """Return LoRA+'s peak learning rates (Hayou et al., 2024), grouped as in peft's `create_loraplus_optimizer`.
