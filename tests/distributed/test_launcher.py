@@ -13,6 +13,7 @@ import tempfile
 import textwrap
 import time
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_a_rank_that_others_started_joins_them(
 def test_how_ranks_are_started_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forked, until this process has computed: its threads would be missing. As many threads as the user says."""
     asked: list[tuple[str, int]] = []
-    monkeypatch.setattr(launcher, "_computed", [])
+    monkeypatch.setattr(launcher, "_has_computed", Event())
     monkeypatch.setattr(
         "fsdp_shard.distributed.local_workers.run_ranks",
         lambda *_, **given: asked.append((given["start_method"], given["num_threads"])),
@@ -89,7 +90,7 @@ def test_how_ranks_are_started_here(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("variables", [{"WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}])
 def test_the_only_rank_waits_for_no_others(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Some schedulers set WORLD_SIZE to the number of machines; what is set afterwards is as it was."""
-    monkeypatch.setattr(launcher, "_computed", [])
+    monkeypatch.setattr(launcher, "_has_computed", Event())
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -667,7 +668,7 @@ def test_torch_on_gpus_is_set_up_where_the_user_has_not(monkeypatch: pytest.Monk
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_BUFFER_SIZE")
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(launcher, "_computed", [])  # or later runs of this process would spawn their ranks
+    monkeypatch.setattr(launcher, "_has_computed", Event())  # or later runs of this process would spawn their ranks
     seen: list[dict[str, str | None]] = []
 
     def work(config: object) -> None:
