@@ -36,7 +36,7 @@ from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.distributed import LONGEST_TIMEOUT_SECONDS, run_on_all, run_on_main
 from fsdp_shard.errors import DataError
-from fsdp_shard.models import CAUSAL, MASKED_LM, SEQUENCE_CLASSIFICATION, tokenizer_files
+from fsdp_shard.models import CAUSAL, MASKED_LM, SEQ2SEQ, SEQUENCE_CLASSIFICATION, tokenizer_files
 
 if TYPE_CHECKING:
     from fsdp_shard.distributed import Communicator, DistributedContext
@@ -115,6 +115,8 @@ def tokenize_all(config: DataConfig, tokenizer: Tokenizer, task: str = CAUSAL) -
             first = map(examples.tokens_of, range(min(_NUM_CHATS_LOOKED_AT, len(examples))))
             notes.append(_end_warning(source, first, tokenizer))
     notes += [_date_warning(source, tokenizer) for source in sources_of(config).values() if source.kind == CHAT]
+    if task == SEQ2SEQ:
+        notes.append(_target_warning(tokenizer))
     names = _class_names(config) if task == SEQUENCE_CLASSIFICATION else ()
     return TokenizedData(train, held_out, special, tuple(filter(None, notes)), names)
 
@@ -141,6 +143,17 @@ def _end_warning(
         f"warning: {source.section}.path={source.path}: {template} ends no trained turn of the assistant with an end "
         f"token, such as {end}, so that the model does not learn to stop. Set data.chat_template to one that writes "
         f"it after each turn, inside {{% generation %}} if it uses that."
+    )
+
+
+def _target_warning(tokenizer: Tokenizer) -> str:
+    """Return a warning if targets lack the token from which an encoder-decoder model learns to stop."""
+    target = tokenizer(text_target=["a"], verbose=False)["input_ids"][0]
+    if tokenizer.eos_token_id is None or tokenizer.eos_token_id in target:
+        return ""
+    return (
+        f"warning: the tokenizer adds no {tokenizer.eos_token} to targets, so that the model does not learn to stop; "
+        f"use one whose post-processor does."
     )
 
 

@@ -32,7 +32,8 @@ def recompute_blocks(model: nn.Module, settings: ShardConfig) -> list[nn.Module]
         options: dict[str, Any] = {}
         if settings.activation_checkpointing == "selective":
             name, is_compiled = type(blocks[fqn]).__name__, settings.compile is not False
-            options["context_fn"] = selective_contexts(name, compiled=is_compiled)
+            has_units = settings.expert_parallel > 1
+            options["context_fn"] = selective_contexts(name, compiled=is_compiled, has_units=has_units)
         blocks[fqn].forward = wraps(forward)(partial(checkpoint, forward, use_reentrant=False, **options))
     return list(blocks.values())
 

@@ -143,6 +143,7 @@ from .torch_private import (
     uncompiled as uncompiled,
     version as version,
     view_base as view_base,
+    without_dispatch_modes as without_dispatch_modes,
     without_fakes as without_fakes,
 )
 from .work_progress import report_progress as report_progress

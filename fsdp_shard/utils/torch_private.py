@@ -24,7 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,
+    _disable_current_modes,
+)
 
 # Without them, `plan` would find the tensors in few arguments of blocks.
 from torch.utils._pytree import tree_leaves as tree_leaves, tree_map as tree_map
@@ -326,6 +329,11 @@ def _changed_by(operator: Any) -> tuple[tuple[int, str], ...]:
     """The number and the name of each argument that an operator declares to change."""
     arguments = enumerate(getattr(getattr(operator, "_schema", None), "arguments", ()))
     return tuple((number, each.name) for number, each in arguments if each.alias_info and each.alias_info.is_write)
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """Suspend all dispatch modes, so that none of them sees the operators of the block."""
+    return _disable_current_modes()
 
 
 def is_faking() -> bool:

@@ -30,6 +30,7 @@ from fsdp_shard.evaluation import check_text
 from fsdp_shard.models import check_model_task
 from tests.data.conftest import byte_tokenizer
 from tests.data.data_files import write
+from tests.support import tiny
 from tests.support.prepared_data import in_order
 
 SPECIAL = SpecialTokens(mask=300, begin=(301,), end=(302,), vocabulary=256)
@@ -45,12 +46,24 @@ def test_pairs_for_seq2seq_models(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(path=path, kind="pairs", sequence_length=6, target_length=4, source_format="to: {source}")
     samples = opened(config, tmp_path / "cache", Task("seq2seq", decoder_start=9))
-    assert samples.notes == ("train: 2 rows, 28 tokens, 2 cut to 6 tokens, sources of up to 6 and targets of up to 4",)
+    line = "train: 2 rows, 28 tokens, 2 cut to 6 tokens, sources of up to 6 and targets of up to 4"
+    assert samples.notes[-1] == line
     batch = in_order(samples.train).batch([0, 1, NO_WINDOW])
     assert batch.input_ids.tolist() == [[*b"to: ab"], [*b"to: ab"], [0] * 6]
     assert batch.labels.tolist() == [[*b"xy", IGNORE_INDEX, IGNORE_INDEX], [*b"uvwx"], [IGNORE_INDEX] * 4]
     assert batch.inputs["decoder_input_ids"].tolist() == [[9, *b"xy", 9], [9, *b"uvw"], [9] * 4]
     assert batch.inputs["attention_mask"].sum(1).tolist() == [6, 6, 1]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_targets_without_an_end(ends: bool, tmp_path: Path) -> None:
+    """Tokenizers of encoder-decoder models end targets themselves; with one that does not, the model never stops."""
+    tokenizer = tiny.byte_tokenizer(ends=ends)
+    path = write(tmp_path / "a.jsonl", json.dumps({"source": "abc", "target": "xy"}) + "\n")
+    config = DataConfig(path=path, kind="pairs", sequence_length=6)
+    samples = opened(config, tmp_path / "cache", Task("seq2seq"), tokenizer)
+    assert ("adds no <|end|> to targets" in samples.notes[0]) is not ends
+    assert (tokenizer.eos_token_id in in_order(samples.train).batch([0]).labels) is ends
 
 
 def test_texts_with_classes(tmp_path: Path) -> None:

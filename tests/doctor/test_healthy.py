@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from tests.doctor.setups import Setup
 from tests.support.runs import Ended, Started
 from tests.support.sampled import sampled
-from tests.support.tiny import llama
+from tests.support.tiny import byte_tokenizer, llama
 
 HEALTHY: list[Callable[[Setup], None]] = []
 _CHAT = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}<|end|>{% endgeneration %}{% endfor %}"
@@ -87,6 +87,7 @@ def an_encoder_decoder_with_pairs(setup: Setup) -> None:
         pad_token_id=0, eos_token_id=256,
     )  # fmt: skip
     _use_model(setup, config, "T5ForConditionalGeneration")
+    byte_tokenizer(ends=True).save_pretrained(setup.model)
     setup.write_rows([{"source": f"number {number}", "target": f"the number {number}"} for number in range(40)])
     setup.settings |= {"model.task": "seq2seq", "data.kind": "pairs"}
 

@@ -42,7 +42,7 @@ SEED, STEPS, BATCH, LR, MAX_NORM = 4, 5, 8, 0.2, 0.5
 # Ranks, replicas, families and what else is set; the experts are always on two neighbors.
 MESHES: dict[str, tuple[int, int, tuple[str, ...], dict[str, Any]]] = {
     "pairs": (2, 1, tuple(FAMILIES), {"sync_every_micro_batch": False}),
-    "shards of pairs": (4, 1, ("mixtral",), {"activation_checkpointing": "selective"}),
+    "shards of pairs": (4, 1, ("mixtral", "qwen2_moe"), {"activation_checkpointing": "selective"}),
     "replicas of pairs": (
         4,
         2,
@@ -161,7 +161,7 @@ def test_divided_experts_train_like_whole_ones(plain: dict[str, dict[str, Any]],
         before = dict(fresh(family).named_parameters())
         with open_checkpoint(StepStore(root / mesh / family).path(1)) as index:
             for name, weight in wanted["weights"].items():
-                torch.testing.assert_close(index.read(name), weight, rtol=0, atol=2e-6)
+                torch.testing.assert_close(index.read(name), weight, rtol=0, atol=7e-6)
                 assert not torch.allclose(weight, before[name], rtol=0, atol=1e-5), "it was trained"
 
 

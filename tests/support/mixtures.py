@@ -16,6 +16,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         SMALL | {"num_experts": 8, "moe_intermediate_size": 20, "mlp_only_layers": [0], "intermediate_size": 45},
     ),
+    "qwen2_moe": (  # with an expert for all tokens
+        "qwen2_moe",
+        SMALL | {"num_experts": 8, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24},
+    ),
 }
 
 

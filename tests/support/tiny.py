@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 
@@ -53,13 +53,17 @@ def save_model(directory: Path, *, seed: int = 0, tied: bool = True) -> Path:
     return directory
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """256 byte tokens and <|end|>: exactly the vocabulary of `llama_config`."""
+def byte_tokenizer(*, ends: bool = False) -> PreTrainedTokenizerFast:
+    """256 byte tokens and <|end|>: exactly the vocabulary of `llama_config`; with `ends`, it ends each text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate([*alphabet, "<|end|>"])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    if ends:
+        end = ("<|end|>", vocabulary["<|end|>"])
+        single, pair = "$A <|end|>", "$A <|end|> $B <|end|>"
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=[end])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
 
 

@@ -328,6 +328,10 @@ def test_what_cannot_go_on_says_so(
             ["target_modules has qq_proj", "layers are q_proj, k_proj"],
         ),
         ("adapter.exclude_modules=[o_prj]", ["adapter.exclude_modules has o_prj"]),
+        (
+            "adapter={target_modules: [q_proj, o_proj], exclude_modules: [o_proj]}",
+            ["target_modules has o_proj, but the model has such modules only where adapter.exclude_modules"],
+        ),
         ("adapter.target_modules=[query]", ["has query, but LlamaForCausalLM", "q_proj, k_proj, v_proj, o_proj"]),
         ("adapter.modules_to_save=[lm_head]", ["ties to that of another module"]),
         ("adapter.dropout=1.0", ["adapter.dropout=1.0", "less than 1.0"]),

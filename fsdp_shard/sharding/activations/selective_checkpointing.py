@@ -20,6 +20,7 @@ from fsdp_shard.utils import (
     plain_parts,
     storage_key,
     tensors_in,
+    without_dispatch_modes,
 )
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of the forward pass and its recomputation
@@ -27,18 +28,21 @@ _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # o
 _Changed = dict[int, tuple[torch.Tensor, str]]
 
 
-def selective_contexts(block: str, *, compiled: bool) -> Callable[[], _Contexts]:
+def selective_contexts(block: str, *, compiled: bool, has_units: bool = False) -> Callable[[], _Contexts]:
     """Return the `context_fn` of selective checkpointing for `torch.utils.checkpoint.checkpoint`.
 
     Args:
         block: The name of the block's class, for errors.
         compiled: Whether the block is compiled. torch.compile supports torch's own contexts only; its graphs change
             nothing in place.
+        has_units: Whether units of FSDP2 are inside of the block, as experts are.
     """
-    return partial(create_selective_checkpoint_contexts, _policy) if compiled else partial(_watched_contexts, block)
+    if compiled:
+        return partial(create_selective_checkpoint_contexts, _policy)
+    return partial(_watched_contexts, block, has_units)
 
 
-def _watched_contexts(block: str) -> _Contexts:
+def _watched_contexts(block: str, has_units: bool) -> _Contexts:
     """The contexts of a forward pass, and of a recomputation that raises ConfigError if it would compute wrong values.
 
     The recomputation gets kept results as they are then. If the block has changed one in place, all that is computed
@@ -47,7 +51,8 @@ def _watched_contexts(block: str) -> _Contexts:
     """
     kept, recomputed = create_selective_checkpoint_contexts(_policy, allow_cache_entry_mutation=True)
     changed: _Changed = {}
-    return _forward(kept, changed), _Recomputation(recomputed, changed, block)
+    inner: list[AbstractContextManager[Any]] = [_UnmatchedMarks()] if has_units else []
+    return _forward(kept, changed), _Recomputation([recomputed, *inner], changed, block)
 
 
 @contextmanager
@@ -92,15 +97,29 @@ class _NotedChanges(_Mode):
                 self._changed[key] = self._kept[key], func.name()
 
 
-class _Recomputation(AbstractContextManager[None]):
-    """torch's context of a recomputation, in which nothing may be computed from changed results."""
+class _UnmatchedMarks(_Mode):
+    """Keeps the profiler's marks from torch's context of a recomputation, which refuses more than the forward pass had.
 
-    def __init__(self, context: AbstractContextManager[object], changed: _Changed, block: str) -> None:
-        self._context, self._changed, self._block = context, changed, block
+    A unit of FSDP2 that is called in a backward pass takes itself for the root, and marks that, too.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "profiler":
+            return func(*args, **(kwargs or {}))
+        with without_dispatch_modes():
+            return func(*args, **(kwargs or {}))
+
+
+class _Recomputation(AbstractContextManager[None]):
+    """torch's context of a recomputation and others within it; nothing may be computed from changed results."""
+
+    def __init__(self, contexts: list[AbstractContextManager[Any]], changed: _Changed, block: str) -> None:
+        self._contexts, self._changed, self._block = contexts, changed, block
         self._entered = ExitStack()
 
     def __enter__(self) -> None:
-        self._entered.enter_context(self._context)
+        for context in self._contexts:
+            self._entered.enter_context(context)
         if self._changed:
             self._entered.enter_context(_RefusedReads(self._changed, self._block))
 

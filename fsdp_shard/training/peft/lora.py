@@ -41,6 +41,7 @@ SETTING_OF_ENTRY: dict[str, tuple[str, Any]] = {
     "use_rslora": ("rank_stabilized", False),
     "use_dora": ("dora", False),
 }
+_LIMITS = ("exclude_modules", "layers_to_transform")  # of target_modules
 LIST_ENTRIES = ("target_modules", "exclude_modules", "layers_to_transform", "modules_to_save")  # also names of settings
 _DEFINING = (*SETTING_OF_ENTRY, *LIST_ENTRIES, "fan_in_fan_out")
 
@@ -398,7 +399,11 @@ def _check_found(model: PreTrainedModel, config: LoraConfig, modules: Sequence[s
     ):
         for part in wanted:
             if not any(_matches(name, part) for name in found):
-                raise ConfigError(f"adapter.{setting} has {part}, but {type(model).__name__} has no such module.")
+                why = f"{type(model).__name__} has no such module."
+                if setting == "target_modules" and any(_matches(name, part) for name in modules):
+                    limits = [f"adapter.{name}" for name in _LIMITS if getattr(config, name)]
+                    why = f"the model has such modules only where {' or '.join(limits)} excludes them; remove one."
+                raise ConfigError(f"adapter.{setting} has {part}, but {why}")
     if config.lora_plus_embedding_lr is not None and not embeddings:
         raise ConfigError(
             f"adapter.lora_plus_embedding_lr={config.lora_plus_embedding_lr} has no effect, as no embedding of "
