@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple
 
 from fsdp_shard.checkpoint.digests import complete_chunk_digests, record_tensor
 from fsdp_shard.checkpoint.io import fault_point
@@ -21,6 +21,21 @@ from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, RankReport, bui
 from fsdp_shard.checkpoint.steps.step_store import AVERAGE, OPTIMIZER, StepStore
 from fsdp_shard.distributed import Communicator, LocalShard, run_on_all, run_on_main
 from fsdp_shard.errors import FsdpShardError
+
+
+class Folder(NamedTuple):
+    """Shards that are a set of rank files in a folder of the step, and which of their names are tied."""
+
+    name: str
+    shards: Mapping[str, LocalShard]
+    aliases: Mapping[str, str]
+
+
+class PlannedRank(NamedTuple):
+    """What one rank is about to write: its bytes, and its report of each rank file by folder, "" for the weights."""
+
+    num_bytes: int
+    reports: dict[str, RankReport]
 
 
 @dataclass(frozen=True)
@@ -39,23 +54,28 @@ class StepContent:
     average: Mapping[str, LocalShard] = field(default_factory=dict)
     reading: write_shards.Reading = write_shards.read_shard
 
+    @property
+    def folders(self) -> tuple[Folder, ...]:
+        """What is written beside the weights, as rank files whatever their layout."""
+        return Folder(OPTIMIZER, self.optimizer, {}), Folder(AVERAGE, self.average, self.aliases)
+
 
 def save_step(
     ranks: Communicator,
     store: StepStore,
     step: int,
-    state: StepContent,
+    content: StepContent,
     *,
     layout: str,
     max_shard_bytes: int | None = None,
 ) -> Path:
-    """Write `state` as step `step` of `store` and commit it; a collective.
+    """Write `content` as step `step` of `store` and commit it; a collective.
 
     Args:
         ranks: The ranks that save.
         store: The checkpoints of the run; rank 0's counts.
         step: The step, which must not exist yet.
-        state: This rank's part of the state.
+        content: This rank's part of the step.
         layout: `gathered` or `sharded`, of the weights; optimizer state and averages are always sharded.
         max_shard_bytes: Largest file of gathered weights; None for one file. A rank file is never divided.
 
@@ -68,32 +88,32 @@ def save_step(
     """
     root, save = ranks.broadcast_object((str(store.root), uuid.uuid4().hex))
     store = StepStore(Path(root))
-    who = (ranks.rank, ranks.world_size, step, save)
-    target = write_plan.Target(*who, max_shard_bytes, state.aliases, state.single_file)
-    # A rank may hold none of them.
-    has_folder = ranks.all_reduce([float(bool(part)) for part in (state.optimizer, state.average)], "max")
-    plans = _plan(state, target, layout, [flag > 0 for flag in has_folder])
-    own_bytes = sum(plan.num_bytes for plan in plans)
-    planned = ranks.gather_object((own_bytes, *(plan.report for plan in plans)))
-    indexes = run_on_all(ranks, lambda: _indexes(target, planned))  # none but on rank 0
+    target = write_plan.Target(
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        step=step,
+        save=save,
+        max_shard_bytes=max_shard_bytes,
+        aliases=content.aliases,
+        single_file=content.single_file,
+    )
+    is_used = ranks.all_reduce([float(bool(one.shards)) for one in content.folders], "max")  # a rank may hold none
+    folders = [one for one, flag in zip(content.folders, is_used, strict=True) if flag > 0]
+    plans = _plan(content, folders, target, layout)
+    planned = ranks.gather_object(PlannedRank(plans.num_bytes, plans.reports))
+    indexes = run_on_all(ranks, lambda: _indexes(content, target, planned))  # none but on rank 0
     plans = plans._replace(weights=plans.weights.with_files(indexes))
-    num_bytes = sum(size for size, *_ in planned) + sum(map(len, indexes.values()))
+    num_bytes = sum(one.num_bytes for one in planned) + sum(map(len, indexes.values()))
     directory = Path(run_on_main(ranks, lambda: _begin(store, step, num_bytes)))
-    parts = (state.weights, (state.optimizer, state.average), state.reading)
+    others, reading = {one.name: one.shards for one in folders}, content.reading
     try:
         run_on_all(ranks, lambda: write_shards.create_files(directory, plans))
-        written = run_on_all(ranks, lambda: write_shards.write_ranges(directory, plans, *parts))
-        run_on_all(ranks, lambda: write_shards.hash_shared_chunks(directory, plans.weights, state.weights, written))
-        everyone = ranks.gather_object(written.without_empty())
-        manifest = Manifest(
-            layout=layout,
-            step=step,
-            world_size=ranks.world_size if layout == "sharded" else 1,
-            mesh=ranks.mesh_shape,
-            files={name: record for one in everyone for name, record in sorted(one.records.items())},
-            tensors=_tensor_records(state.weights, everyone) if ranks.is_main else {},
-            aliases=dict(state.aliases),
+        written = run_on_all(
+            ranks, lambda: write_shards.write_ranges(directory, plans, content.weights, others, reading)
         )
+        run_on_all(ranks, lambda: write_shards.hash_shared_chunks(directory, plans.weights, content.weights, written))
+        everyone = ranks.gather_object(written.without_empty())
+        manifest = _manifest(ranks, step, content, layout, everyone)
         run_on_main(ranks, lambda: _commit(store, directory, step, manifest))
     except FsdpShardError:  # on all ranks: all have finished writing
         if ranks.is_main:
@@ -103,17 +123,36 @@ def save_step(
 
 
 def _plan(
-    state: StepContent, target: write_plan.Target, layout: str, has_folder: Sequence[bool]
+    content: StepContent, folders: Sequence[Folder], target: write_plan.Target, layout: str
 ) -> write_shards.RankPlans:
-    """Plan this rank's writes. `has_folder`: whether any rank has optimizer state, and averages."""
-    weights, others = write_plan.LAYOUTS[layout](state.weights, target), []
-    folders = ((OPTIMIZER, state.optimizer, dict[str, str]()), (AVERAGE, state.average, target.aliases))
-    for is_there, (folder, shards, aliases) in zip(has_folder, folders, strict=True):
-        plan = write_plan.plan_folder_writes(folder, shards, replace(target, aliases=aliases)) if is_there else None
-        others.append(plan or write_plan.WritePlan([], {}))
+    """Plan this rank's writes; `folders` are those of which any rank holds something."""
+    weights = write_plan.LAYOUTS[layout](content.weights, target)
     if target.rank == 0:
-        weights = weights.with_files(state.model_files)
-    return write_shards.RankPlans(weights, *others)
+        weights = weights.with_files(content.model_files)
+    others = {
+        one.name: write_plan.plan_folder_writes(one.name, one.shards, replace(target, aliases=one.aliases))
+        for one in folders
+    }
+    return write_shards.RankPlans(weights, others)
+
+
+def _manifest(
+    ranks: Communicator,
+    step: int,
+    content: StepContent,
+    layout: str,
+    everyone: Sequence[write_shards.WrittenShards],
+) -> Manifest:
+    """Return the manifest, complete on rank 0 only."""
+    return Manifest(
+        layout=layout,
+        step=step,
+        world_size=ranks.world_size if layout == "sharded" else 1,
+        mesh=ranks.mesh_shape,
+        files={name: record for one in everyone for name, record in sorted(one.records.items())},
+        tensors=_tensor_records(content.weights, everyone) if ranks.is_main else {},
+        aliases=dict(content.aliases),
+    )
 
 
 def _begin(store: StepStore, step: int, num_bytes: int) -> str:
@@ -128,19 +167,15 @@ def _commit(store: StepStore, directory: Path, step: int, manifest: Manifest) ->
     fault_point("pointed")
 
 
-def _indexes(
-    target: write_plan.Target, planned: Sequence[tuple[int, RankReport | None, RankReport | None, RankReport | None]]
-) -> dict[str, bytes]:
-    """Return the indexes of the reported rank files (weights, optimizer state, averages), by file name."""
+def _indexes(content: StepContent, target: write_plan.Target, planned: Sequence[PlannedRank]) -> dict[str, bytes]:
+    """Return the indexes of the reported rank files (of the weights, of each folder), by file name."""
     found = {}
-    for number, (folder, aliases) in enumerate(
-        (("", target.aliases), (f"{OPTIMIZER}/", dict[str, str]()), (f"{AVERAGE}/", target.aliases)), start=1
-    ):
-        name, reports = f"{folder}{SHARD_INDEX}", [cast("RankReport | None", one[number]) for one in planned]
-        known = [report for report in reports if report is not None]
-        if known:
-            assert len(known) == len(reports), f"only some ranks have a file of those that {name} lists"
-            found[name] = build_shard_index(known, target.step, target.save, aliases)
+    for folder in (Folder("", content.weights, content.aliases), *content.folders):
+        reports = [one.reports[folder.name] for one in planned if folder.name in one.reports]
+        if reports:
+            name = f"{folder.name}/{SHARD_INDEX}" if folder.name else SHARD_INDEX
+            assert len(reports) == len(planned), f"only some ranks have a file of those that {name} lists"
+            found[name] = build_shard_index(reports, target.step, target.save, folder.aliases)
     return found
 
 

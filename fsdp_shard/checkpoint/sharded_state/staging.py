@@ -120,17 +120,17 @@ class Staging:
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
 
-    def stage(self, state: StepContent) -> tuple[StepContent, StagedCopy]:
+    def stage(self, content: StepContent) -> tuple[StepContent, StagedCopy]:
         """Prepare a background save; the previous one must have ended.
 
         Args:
-            state: This rank's state.
+            content: This rank's part of the step.
 
         Returns:
-            The state for the save, in which shards that another rank writes have no `data`, and the copy through which
-            it is read.
+            The content for the save, in which shards that another rank writes have no `data`, and the copy through
+            which it is read.
         """
-        shards = [*state.weights.values(), *state.optimizer.values(), *state.average.values()]
+        shards = [*content.weights.values(), *content.optimizer.values(), *content.average.values()]
         gpu = next((shard.data.device for shard in shards if shard.data.is_cuda), None)
         memory = self._get_memory(sum(_round_up(shard.data.nbytes) for shard in shards if shard.writes), gpu)
         used = 0
@@ -151,11 +151,11 @@ class Staging:
 
         weights, average = (
             {name: staged(shard, is_buffer=not isinstance(shard.tensor, nn.Parameter)) for name, shard in part.items()}
-            for part in (state.weights, state.average)
+            for part in (content.weights, content.average)
         )
-        optimizer = {name: staged(shard, is_buffer=False) for name, shard in state.optimizer.items()}
-        copy = StagedCopy(jobs, {**state.weights, **state.optimizer})
-        return replace(state, weights=weights, optimizer=optimizer, average=average, reading=copy.reading), copy
+        optimizer = {name: staged(shard, is_buffer=False) for name, shard in content.optimizer.items()}
+        copy = StagedCopy(jobs, {**content.weights, **content.optimizer})
+        return replace(content, weights=weights, optimizer=optimizer, average=average, reading=copy.reading), copy
 
     def _get_memory(self, num_bytes: int, gpu: torch.device | None) -> torch.Tensor:
         if self._memory is None or len(self._memory) < num_bytes:

@@ -20,6 +20,7 @@ from fsdp_shard.checkpoint.piece_reader import tensor_bytes
 from fsdp_shard.checkpoint.sharded_state.write_plan import WritePlan, spec_of
 from fsdp_shard.checkpoint.steps.file_plan import FilePlan
 from fsdp_shard.checkpoint.steps.manifest import FileRecord
+from fsdp_shard.checkpoint.steps.shard_index import RankReport
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError, StorageError
@@ -35,11 +36,26 @@ Reading = Callable[[LocalShard, slice], AbstractContextManager[memoryview]]
 
 
 class RankPlans(NamedTuple):
-    """One rank's plans: weights with all small files of the step, optimizer state, and averages of weights."""
+    """One rank's plans: weights with all small files of the step, and the rank files of its folders, by folder."""
 
     weights: WritePlan
-    optimizer: WritePlan
-    average: WritePlan
+    folders: dict[str, WritePlan]
+
+    @property
+    def all(self) -> list[WritePlan]:
+        """All plans, in the order of writing."""
+        return [self.weights, *self.folders.values()]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of this rank's files."""
+        return sum(plan.num_bytes for plan in self.all)
+
+    @property
+    def reports(self) -> dict[str, RankReport]:
+        """This rank's report of each rank file for the index of its folder; the folder of the weights is ""."""
+        plans = {"": self.weights, **self.folders}
+        return {folder: plan.report for folder, plan in plans.items() if plan.report is not None}
 
 
 class WrittenShards(NamedTuple):
@@ -60,7 +76,7 @@ class WrittenShards(NamedTuple):
 
 def create_files(directory: Path, plans: RankPlans) -> None:
     """Create this rank's files at full size."""
-    for file in (file for plan in plans for file in plan.creates):
+    for file in (file for plan in plans.all for file in plan.creates):
         _make_folder(directory / file.name)
         create_file(directory, file)
     fault_point("created")
@@ -94,7 +110,7 @@ def write_ranges(
     directory: Path,
     plans: RankPlans,
     weights: Mapping[str, LocalShard],
-    others: tuple[Mapping[str, LocalShard], Mapping[str, LocalShard]],
+    others: Mapping[str, Mapping[str, LocalShard]],
     reading: Reading,
 ) -> WrittenShards:
     """Write and fsync all of this rank's part; each byte is read once, through `reading`.
@@ -103,7 +119,7 @@ def write_ranges(
         directory: The step directory, in which `create_files` has run on all ranks.
         plans: What to write.
         weights: This rank's weights.
-        others: This rank's optimizer state, and averages of weights.
+        others: This rank's shards of each planned folder.
         reading: Provides the bytes of a shard.
     """
     hashed: Digests = {name: {} for name in plans.weights.offsets}
@@ -113,14 +129,14 @@ def write_ranges(
         for name in plans.weights.offsets:
             writer.write(plans.weights, name, weights[name], _chunk_hasher(name, weights[name], hashed[name], parts))
         fault_point("weights-written")
-        for plan, shards in zip(plans[1:], others, strict=True):
-            records |= _write_file(writer, plan, shards)
+        for folder, plan in plans.folders.items():
+            records |= _write_file(writer, plan, others[folder])
         for name, content in plans.weights.small_files.items():
             _make_folder(directory / name)
             write_file(directory / name, content)
             records[name] = FileRecord(len(content), digest=digests.chunk_digest(content).hex())
         fault_point("optimizer-written")
-        for plan in plans:
+        for plan in plans.all:
             writer.sync({file.name for file in plan.creates} | {file for file, _ in plan.offsets.values()})
     fault_point("synced")
     return WrittenShards(hashed, parts, records)

@@ -13,12 +13,11 @@ import torch
 
 from fsdp_shard.checkpoint.digests import CHUNK_BYTES, chunk_digest, file_digest
 from fsdp_shard.checkpoint.sharded_state import write_shards
-from fsdp_shard.checkpoint.sharded_state.write_plan import LAYOUTS, Target, WritePlan, plan_folder_writes
+from fsdp_shard.checkpoint.sharded_state.write_plan import LAYOUTS, Target, plan_folder_writes
 from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, build_shard_index
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import StorageError
 
-NOTHING = WritePlan([], {})
 TARGET = Target(0, 1, 1, "save", None, {})
 NUM_ELEMENTS = 5 * CHUNK_BYTES // 8  # float32: two and a half chunks
 
@@ -28,15 +27,17 @@ def written(directory: Path, layout: str, ranks: list[LocalShard]) -> list[dict[
     everyone = []
     for rank, shard in enumerate(ranks):
         weights, target = {"w": shard}, Target(rank, len(ranks), 1, "save", None, {})
-        others = (plan_folder_writes(folder, weights, target) for folder in ("optimizer", "ema"))
-        plans = write_shards.RankPlans(LAYOUTS[layout](weights, target), *others)
+        others = {folder: plan_folder_writes(folder, weights, target) for folder in ("optimizer", "ema")}
+        plans = write_shards.RankPlans(LAYOUTS[layout](weights, target), others)
         write_shards.create_files(directory, plans)
         everyone.append((weights, plans))
     reports = [plans.weights.report for _, plans in everyone if plans.weights.report is not None]
     if len(reports) == len(everyone):
         (directory / SHARD_INDEX).write_bytes(build_shard_index(reports, 1, "save", {}))
     results = [
-        write_shards.write_ranges(directory, plans, weights, (weights, weights), write_shards.read_shard)
+        write_shards.write_ranges(
+            directory, plans, weights, {"optimizer": weights, "ema": weights}, write_shards.read_shard
+        )
         for weights, plans in everyone
     ]
     for (weights, plans), found in zip(everyone, results, strict=True):
@@ -86,9 +87,9 @@ def test_parts_of_a_small_tensor_are_kept_for_one_rank_to_hash() -> None:
     for stop in (40, 100):
         shard = LocalShard(data[:stop], data[:stop], 0, (100,), writes=True)
         with TemporaryDirectory() as folder:
-            plans = write_shards.RankPlans(LAYOUTS["sharded"]({"w": shard}, TARGET), NOTHING, NOTHING)
+            plans = write_shards.RankPlans(LAYOUTS["sharded"]({"w": shard}, TARGET), {})
             write_shards.create_files(Path(folder), plans)
-            found = write_shards.write_ranges(Path(folder), plans, {"w": shard}, ({}, {}), write_shards.read_shard)
+            found = write_shards.write_ranges(Path(folder), plans, {"w": shard}, {}, write_shards.read_shard)
             write_shards.hash_shared_chunks(Path(folder), plans.weights, {"w": shard}, found)
         is_whole = stop == 100
         assert found.parts == ({} if is_whole else {"w": (0, data[:stop].numpy().tobytes())})
@@ -102,14 +103,14 @@ def test_a_file_that_was_cut_short_is_an_error_of_the_disk(tmp_path: Path) -> No
     everyone = []
     for rank, shard in enumerate(ranks):
         plans = write_shards.RankPlans(
-            LAYOUTS["sharded"]({"w": shard}, replace(TARGET, rank=rank, world_size=len(ranks))), NOTHING, NOTHING
+            LAYOUTS["sharded"]({"w": shard}, replace(TARGET, rank=rank, world_size=len(ranks))), {}
         )
         write_shards.create_files(tmp_path, plans)
         everyone.append(plans)
     reports = [plans.weights.report for plans in everyone if plans.weights.report is not None]
     assert len(reports) == len(everyone)
     (tmp_path / SHARD_INDEX).write_bytes(build_shard_index(reports, 1, "save", {}))
-    found = write_shards.write_ranges(tmp_path, everyone[0], {"w": ranks[0]}, ({}, {}), write_shards.read_shard)
+    found = write_shards.write_ranges(tmp_path, everyone[0], {"w": ranks[0]}, {}, write_shards.read_shard)
     other = tmp_path / everyone[1].weights.creates[0].name
     os.truncate(other, other.stat().st_size - 10)
     with pytest.raises(StorageError, match=f"{other} has .* bytes"):
