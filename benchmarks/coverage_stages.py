@@ -32,7 +32,16 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.inference import load_dispatched
 from fsdp_shard.models import ModelConfig, build_on_meta, no_split_blocks
 from fsdp_shard.sharding import Fsdp2Config, plan_units
-from fsdp_shard.training import FinetuneSaver, TrainConfig, TrainerState, TrainingRun, load_sharded, train
+from fsdp_shard.training import (
+    FinetuneSaver,
+    RunContent,
+    RunLock,
+    TrainConfig,
+    TrainerState,
+    TrainingRun,
+    load_sharded,
+    train,
+)
 from tests.support.ranks import on_ranks
 
 STEPS, BATCH, LR, SEED = 2, 4, 0.05, 4
@@ -262,7 +271,8 @@ def _train_sharded(context: DistributedContext, case: Case, root: Path, data: Da
     losses = [report.loss for report in train(run)]
     files = {path.name: path.read_bytes() for path in (root / "model").glob("*.json")}
     settings = CheckpointConfig(layout="gathered", asynchronous=False)
-    with FinetuneSaver(str(root / "run"), settings, context, loaded, optimizer, files, _Quiet()) as saver:
+    content = RunContent(loaded, optimizer, None, files)
+    with FinetuneSaver(str(root / "run"), settings, context, content, _Quiet(), RunLock()) as saver:
         saver.save(run.state)
     return losses
 

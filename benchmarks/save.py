@@ -41,7 +41,7 @@ from fsdp_shard.checkpoint import CheckpointConfig, tensor_bytes
 from fsdp_shard.distributed import DistributedContext, init_distributed
 from fsdp_shard.models import rebuild_buffers, tied_names
 from fsdp_shard.sharding import Fsdp2Config
-from fsdp_shard.training import FinetuneSaver, LoadedModel, LoadFigures, TrainerState
+from fsdp_shard.training import FinetuneSaver, LoadedModel, LoadFigures, RunContent, RunLock, TrainerState
 from fsdp_shard.utils import keep_freed_memory
 
 # SmolLM2-135M's sizes, and a model of a few MB.
@@ -129,10 +129,9 @@ class Training:
 
     def saver(self, **settings: Any) -> FinetuneSaver:
         if (key := json.dumps(settings)) not in self.savers:
-            config, beside = CheckpointConfig(**settings), {"config.json": b"{}"}
-            self.savers[key] = FinetuneSaver(
-                str(self.work), config, self.context, self.loaded, self.optimizer, beside, _Quiet()
-            )
+            config = CheckpointConfig(**settings)
+            content = RunContent(self.loaded, self.optimizer, None, {"config.json": b"{}"})
+            self.savers[key] = FinetuneSaver(str(self.work), config, self.context, content, _Quiet(), RunLock())
         return self.savers[key]
 
     def copy_fresh(self) -> Callable[[], None]:

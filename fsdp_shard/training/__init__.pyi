@@ -1,10 +1,14 @@
 from .batch_loader import micro_batches as micro_batches
+from .checkpoints.background_saver import BackgroundSave as BackgroundSave
 from .checkpoints.checkpointer import (
     Checkpointer as Checkpointer,
     Restored as Restored,
     check_settings as check_settings,
 )
-from .checkpoints.loop_state import random_state as random_state, restore_random_state as restore_random_state
+from .checkpoints.checkpointer_document import (
+    random_state as random_state,
+    restore_random_state as restore_random_state,
+)
 from .checkpoints.recorded_settings import settings_changed_since as settings_changed_since
 from .checkpoints.resume import (
     check_optimizer as check_optimizer,
@@ -13,9 +17,8 @@ from .checkpoints.resume import (
     read_trainer as read_trainer,
 )
 from .checkpoints.resume_report import describe_finished as describe_finished
-from .checkpoints.run_lock import LOCK as LOCK, holder as holder, lock_directory as lock_directory
-from .checkpoints.saver import FinetuneSaver as FinetuneSaver
-from .checkpoints.step_saver import BackgroundSave as BackgroundSave
+from .checkpoints.run_lock import LOCK as LOCK, RunLock as RunLock, holder as holder, lock_directory as lock_directory
+from .checkpoints.saver import FinetuneSaver as FinetuneSaver, RunContent as RunContent
 from .config import TrainConfig as TrainConfig, check_inputs as check_inputs, num_micro_batches as num_micro_batches
 from .dataset_figures import data_figures as data_figures, describe_streams as describe_streams
 from .finetune_checks import (

@@ -26,7 +26,7 @@ from fsdp_shard.sharding import (
     transformers_model,
 )
 from fsdp_shard.training.checkpoints.check_tensors import check_shared_memory, check_tensors
-from fsdp_shard.training.checkpoints.loop_state import StateTensors, first_difference
+from fsdp_shard.training.checkpoints.checkpointer_document import StateTensors, first_difference
 from fsdp_shard.training.checkpoints.side_files import check_processor, side_files
 from fsdp_shard.utils import fsync_path, parse_size, path_text, refuse_remote
 
@@ -153,11 +153,11 @@ def save_pretrained(
     return target
 
 
-def _save(target: Path, state: StepContent, size: int, ranks: Communicator) -> None:
+def _save(target: Path, content: StepContent, size: int, ranks: Communicator) -> None:
     """Write a model beside `target`, then rename it."""
     store = StepStore(target.parent / f".{target.name}.partial-{uuid.uuid4().hex}")  # rank 0's is used
     try:
-        step = checkpoint.save_step(ranks, store, 0, state, layout="gathered", max_shard_bytes=size)
+        step = checkpoint.save_step(ranks, store, 0, content, layout="gathered", max_shard_bytes=size)
         run_on_main(ranks, lambda: _rename(step, target))
     finally:
         if ranks.is_main:

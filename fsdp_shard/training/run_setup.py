@@ -27,7 +27,7 @@ from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.checkpoints.recorded_settings import changed_values
 from fsdp_shard.training.checkpoints.resume_report import describe_finished, describe_resume
 from fsdp_shard.training.checkpoints.run_lock import RunLock, run_lock
-from fsdp_shard.training.checkpoints.saver import FinetuneSaver
+from fsdp_shard.training.checkpoints.saver import FinetuneSaver, RunContent
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.dataset_figures import data_figures, describe_streams
 from fsdp_shard.training.held_out.sample_completions import sample_completions
@@ -321,9 +321,8 @@ def open_saver(
     files = run_on_main(run.context, lambda: collect_model_files(source, config.model, config.data, adapter))
     files |= average_files(files) if run.average is not None else {}
     files |= run_files(config, loaded) | run_on_main(run.context, lambda: teacher_record(config))
-    saver = FinetuneSaver(config.run_dir, config.checkpoint, run.context, loaded, run.optimizer, files, log)
-    saver.average, saver.lock = run.average, start.lock
-    return saver
+    content = RunContent(loaded, run.optimizer, run.average, files)
+    return FinetuneSaver(config.run_dir, config.checkpoint, run.context, content, log, start.lock)
 
 
 def run_files(config: FinetuneSettings, loaded: LoadedModel) -> dict[str, bytes]:

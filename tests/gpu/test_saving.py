@@ -26,6 +26,8 @@ from fsdp_shard.training import (
     FinetuneSaver,
     LoadedModel,
     LoadFigures,
+    RunContent,
+    RunLock,
     TrainConfig,
     build_optimizer,
     load_sharded,
@@ -115,7 +117,8 @@ def saved_steps(job: Job, run_dir: str, num_saves: int) -> tuple[list[float], li
         run = training_run(job, model, context)
         aliases = tied_names(build_on_meta(job.config, job.dtype))
         loaded = LoadedModel(model=model, num_params=0, num_blocks=0, aliases=aliases, figures=LoadFigures(0, 0, 0, 0))
-        settings, files = CheckpointConfig(keep_last=1), {"config.json": b"{}"}
+        settings = CheckpointConfig(keep_last=1)
+        content = RunContent(loaded, run.optimizer, None, {"config.json": b"{}"})
         running, plain, after, calls = train(run), [], [], []
 
         def step() -> float:
@@ -125,7 +128,7 @@ def saved_steps(job: Job, run_dir: str, num_saves: int) -> tuple[list[float], li
             device.synchronize()
             return time.perf_counter() - began
 
-        with FinetuneSaver(run_dir, settings, context, loaded, run.optimizer, files, _Quiet()) as saver:
+        with FinetuneSaver(run_dir, settings, context, content, _Quiet(), RunLock()) as saver:
             step()
             for number in range(num_saves + 1):  # the first makes the memory of the copies
                 plain += [step() for _ in range(3)]
@@ -179,7 +182,8 @@ def resumable(run_dir: str, path: str, length: int, stop_after: int) -> tuple[li
         state = run.state
         module: Any = loaded.model.module
         files = run_files(config, loaded) | {"config.json": module.config.to_json_string().encode()}
-        with FinetuneSaver(run_dir, config.checkpoint, context, loaded, optimizer, files, _Quiet()) as saver:
+        content = RunContent(loaded, optimizer, None, files)
+        with FinetuneSaver(run_dir, config.checkpoint, context, content, _Quiet(), start.lock) as saver:
             for report in train(run):
                 losses.append(report.loss)
                 if saver.is_due(state, 6) and state.step < 6:

@@ -43,6 +43,8 @@ from fsdp_shard.training import (
     LoadedModel,
     LoadFigures,
     OptimConfig,
+    RunContent,
+    RunLock,
     TrainerState,
     build_optimizer,
 )
@@ -186,7 +188,8 @@ def save(context: DistributedContext, run_dir: Path, layout: str) -> dict[str, f
     optimizer.step()
     loaded = LoadedModel(model=model, num_params=0, num_blocks=0, aliases={}, figures=LoadFigures(0, 0, 0, 0))
     settings = CheckpointConfig(layout=layout, asynchronous=False)
-    with FinetuneSaver(str(run_dir), settings, context, loaded, optimizer, {"config.json": b"{}"}, Quiet()) as saver:
+    content = RunContent(loaded, optimizer, None, {"config.json": b"{}"})
+    with FinetuneSaver(str(run_dir), settings, context, content, Quiet(), RunLock()) as saver:
         state = TrainerState(0, "none")
         state.advance(1, 1, {}, skipped=False)
         saver.save(state)

@@ -35,6 +35,8 @@ from fsdp_shard.training import (
     LoraConfig,
     ModelReference,
     PrecomputedReference,
+    RunContent,
+    RunLock,
     TrainerState,
     TrainingRun,
     WeightAverage,
@@ -194,9 +196,9 @@ def _measure(
         loaded: Any = SimpleNamespace(model=model, aliases=tied_names(model.module), adapter=adapter)
         saving = CheckpointConfig(every=run.saves_every, asynchronous=run.saves_asynchronously)
         gradients: list[int] = []
-        saver = FinetuneSaver(directory, saving, context, loaded, training.optimizer, {}, _Silent())
+        content = RunContent(loaded, training.optimizer, training.average, {})
+        saver = FinetuneSaver(directory, saving, context, content, _Silent(), RunLock())
         with step_phases(live, training, gradients), saver:
-            saver.average = training.average
             live.reset()
             live.phase = "start"
             for _ in train(training):

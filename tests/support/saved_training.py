@@ -21,7 +21,15 @@ from fsdp_shard.data import DataConfig
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import ModelConfig, tied_names
 from fsdp_shard.sharding import ShardConfig
-from fsdp_shard.training import FinetuneSaver, LoadedModel, LoadFigures, TrainerState, collect_model_files
+from fsdp_shard.training import (
+    FinetuneSaver,
+    LoadedModel,
+    LoadFigures,
+    RunContent,
+    RunLock,
+    TrainerState,
+    collect_model_files,
+)
 from tests.support.sharded import WRAPPERS, sharded
 from tests.support.tiny import llama, token_batch
 
@@ -39,7 +47,8 @@ class Training:
         )
         config = CheckpointConfig(**settings)
         beside = {"config.json": b"{}"}
-        self.saver: FinetuneSaver = FinetuneSaver(str(run_dir), config, context, loaded, self.optimizer, beside, self)
+        content = RunContent(loaded, self.optimizer, None, beside)
+        self.saver: FinetuneSaver = FinetuneSaver(str(run_dir), config, context, content, self, RunLock())
 
     def note(self, lines: str) -> None:
         """Keep what a user would be told."""

@@ -32,7 +32,7 @@ from fsdp_shard.checkpoint import FAULTS, CheckpointConfig
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, ModelError, SaveError
 from fsdp_shard.training.checkpoints.checkpointer import CheckpointerSettings
-from fsdp_shard.training.checkpoints.loop_state import bits_sum
+from fsdp_shard.training.checkpoints.checkpointer_document import bits_sum
 from tests.support.ranks import on_ranks
 from tests.support.stateful import Stateful
 from tests.support.tiny import byte_tokenizer, llama, token_batch

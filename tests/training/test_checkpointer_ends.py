@@ -20,7 +20,7 @@ import fsdp_shard as fs
 from fsdp_shard.checkpoint import FAULTS
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.training.checkpoints import step_saver
+from fsdp_shard.training.checkpoints import background_saver
 from tests.support.commands import run as run_command
 from tests.support.ranks import on_ranks
 
@@ -147,7 +147,7 @@ def test_a_save_that_collects_its_checkpointer_ends(tmp_path: Path, monkeypatch:
 
 
 def test_an_earlier_error_at_a_prompt_ends_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_saver, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(background_saver, "_GRACE_SECONDS", 0.0)
     monkeypatch.setattr(sys, "last_value", ValueError("x"), raising=False)
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     monkeypatch.setattr(FAULTS, "hook", lambda point: time.sleep(0.5 * (point == "staged")))
@@ -170,7 +170,7 @@ def test_what_ends_the_block_loses_no_save(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if isinstance(error, SystemExit):  # however long it takes
-        monkeypatch.setattr(step_saver, "_GRACE_SECONDS", 0.0)
+        monkeypatch.setattr(background_saver, "_GRACE_SECONDS", 0.0)
     monkeypatch.setattr(FAULTS, "hook", lambda point: time.sleep(0.5 * (point == "staged")))
     with pytest.raises(type(error)):
         _save_and(tmp_path, error)
@@ -184,7 +184,7 @@ def test_a_save_that_outlives_its_block_keeps_others_out(
 ) -> None:
     """Else a new one would write to the files of the same step."""
     may_go_on = threading.Event()
-    monkeypatch.setattr(step_saver, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(background_saver, "_GRACE_SECONDS", 0.0)
     monkeypatch.setattr(FAULTS, "hook", lambda point: point == "staged" and may_go_on.wait(60))
     with pytest.raises(type(error)):
         _save_and(tmp_path, error)
@@ -203,7 +203,7 @@ def test_an_interrupted_wait_ends_soon_and_keeps_others_out(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go_on = threading.Event()
-    monkeypatch.setattr(step_saver, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(background_saver, "_GRACE_SECONDS", 0.0)
     monkeypatch.setattr(FAULTS, "hook", lambda point: point == "staged" and may_go_on.wait(60))
     model = nn.Linear(2, 2)
 

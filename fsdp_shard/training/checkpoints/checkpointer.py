@@ -21,21 +21,16 @@ from typing import Any, Self, SupportsIndex, TypedDict, TypeVar, Unpack, cast
 import torch
 
 from fsdp_shard import checkpoint
-from fsdp_shard.checkpoint import (
-    CHECKPOINTS,
-    RUN_CONFIG,
-    CheckpointConfig,
-    RemoteStore,
-    StepStore,
-)
+from fsdp_shard.checkpoint import CHECKPOINTS, RUN_CONFIG, CheckpointConfig, StepStore
 from fsdp_shard.distributed import Communicator, current_ranks, run_on_all, run_on_main
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
 from fsdp_shard.sharding import fill_copied_buffers
-from fsdp_shard.training.checkpoints.loop_state import (
+from fsdp_shard.training.checkpoints.background_saver import BackgroundSaver
+from fsdp_shard.training.checkpoints.checkpointer_document import (
     DOCUMENT,
     first_difference,
-    has_loop_state,
-    read_loop_state,
+    has_document,
+    read_document,
     restore_random_state,
 )
 from fsdp_shard.training.checkpoints.optimizer_groups import (
@@ -52,7 +47,6 @@ from fsdp_shard.training.checkpoints.optimizer_groups import (
 )
 from fsdp_shard.training.checkpoints.run_lock import run_lock
 from fsdp_shard.training.checkpoints.side_files import check_processor
-from fsdp_shard.training.checkpoints.step_committer import StepCommitter
 from fsdp_shard.training.checkpoints.step_parts import (
     Models,
     SaveArguments,
@@ -62,8 +56,8 @@ from fsdp_shard.training.checkpoints.step_parts import (
     given_states,
     shards_of_all,
 )
-from fsdp_shard.training.checkpoints.step_saver import StepSaver
-from fsdp_shard.training.checkpoints.stored_step import Stateful, StoredStep
+from fsdp_shard.training.checkpoints.step_publisher import StepPublisher
+from fsdp_shard.training.checkpoints.step_reader import Stateful, StepReader
 from fsdp_shard.training.stop_signal import StopSignal, any_stop_signal
 from fsdp_shard.utils import check, nearest, path_text, whole_number
 
@@ -185,12 +179,11 @@ class Checkpointer:
         with ExitStack() as opening:
             lock = opening.enter_context(run_lock(os.fspath(self.path), self._ranks))
             run_on_main(self._ranks, self._store.recover)
-            self._committer = StepCommitter(self._ranks, self._store, self._config, is_adapter=False)
-            self._committer.upload_missing()
+            self._publisher = StepPublisher(self._ranks, self._store, self._config, is_adapter=False)
+            self._publisher.upload_missing()
             self._log = _Log(self._ranks)
-            self._saver = StepSaver(self._ranks, self._config, self._committer, self._log, prefix="")
-            self._saver.lock = lock
-            opening.callback(_destroy_groups, self._saver, self._committer, self._ranks)
+            self._saver = BackgroundSaver(self._ranks, self._config, self._publisher, self._log, lock, prefix="")
+            opening.callback(_destroy_groups, self._saver, self._publisher, self._ranks)
             self._exit_stack = opening.pop_all()
         self._finalizer = weakref.finalize(self, _finalize, self._saver, self._exit_stack, os.getpid())
         self._signal: StopSignal | None = None
@@ -270,11 +263,11 @@ class Checkpointer:
             )
         of_ranks = ranks.gather_object(parts.rank_document)
         has_slots = ranks.all_reduce([float(bool(parts.slots))], "max")[0] > 0  # a rank may hold none
-        state = parts.to_content(of_ranks, has_slots=has_slots, is_main=ranks.is_main)
+        content = parts.to_content(of_ranks, has_slots=has_slots, is_main=ranks.is_main)
         is_best = value is not None and run_on_main(ranks, lambda: self._is_best(value))
         self._saver.copy_before_steps_of(given.optimizers.values())
         in_background = self._config.asynchronous and bool(given.optimizers)
-        self._saver.save_step(step, state, is_best=is_best, in_background=in_background)
+        self._saver.save_content(step, content, is_best=is_best, in_background=in_background)
 
     @_one_at_a_time
     def save_on_signal(
@@ -353,7 +346,7 @@ class Checkpointer:
             self._exit_stack.close()
             # The threads of its groups end with the last reference. One that frees the tensors of the last collectives
             # while Python exits would abort the process (torch 2.13).
-            del self._saver, self._committer, self._ranks, self._log
+            del self._saver, self._publisher, self._ranks, self._log
 
     # ---- restoring
 
@@ -397,12 +390,11 @@ class Checkpointer:
             ranks = self._ranks
             run_on_all(ranks, lambda: checkpoint.check_content(directory, ranks.rank, ranks.world_size))
         with ExitStack() as opened:
-            stored = run_on_all(self._ranks, lambda: StoredStep.open(directory, opened))
+            stored = run_on_all(self._ranks, lambda: StepReader.open(directory, opened))
             return self._fill(stored, model, optimizer, states)
 
     def _find(self, step: int | str) -> int | None:
-        if self._config.remote is not None:
-            remote = RemoteStore(self._config.remote)
+        if (remote := self._publisher.remote) is not None:
             checkpoint.fetch_latest(remote, self._store)
             if isinstance(step, int) and step not in self._store.steps() and remote.has(step):
                 checkpoint.fetch_step(remote, step, self._store.path(step), replace=False)
@@ -417,7 +409,7 @@ class Checkpointer:
         return int(wanted)
 
     def _fill(
-        self, stored: StoredStep, model: Models, optimizer: Optimizers, states: Mapping[str, Stateful | None]
+        self, stored: StepReader, model: Models, optimizer: Optimizers, states: Mapping[str, Stateful | None]
     ) -> Restored:
         """Fill everything from a step, after comparing everything with it."""
         ranks, optimizers = self._ranks, bare_optimizers(optimizer)
@@ -470,7 +462,7 @@ class Checkpointer:
         assert self._monitor is not None
         if (best := self._store.best()) is None:
             return True
-        before = read_loop_state(self._store.path(best)).metrics.get(self._monitor, math.nan)
+        before = read_document(self._store.path(best)).metrics.get(self._monitor, math.nan)
         return not math.isfinite(before) or self._sign * value < self._sign * before
 
     def _check_new(self, step: int) -> None:
@@ -481,13 +473,13 @@ class Checkpointer:
     def _refuse_foreign_directory(self, step: int) -> None:
         """Reject the directory or remote of another run, whose steps retention would delete."""
         latest = self._store.latest()
-        if latest is None and (uploaded := self._committer.not_fetched) is not None:
+        if latest is None and (uploaded := self._publisher.not_fetched) is not None:
             raise SaveError(
                 f"Step {step} was not saved: remote={self._config.remote} has steps up to {uploaded} and "
                 f"{self._store.root} has none, so keep_last would delete the steps of another run. Call restore() "
                 f"before the first save to continue from them, or give another remote."
             )
-        if latest is None or has_loop_state(directory := self._store.path(latest)):
+        if latest is None or has_document(directory := self._store.path(latest)):
             return
         whose = "`fsdp-shard finetune`" if (directory / RUN_CONFIG).is_file() else "something else"
         raise SaveError(
@@ -526,14 +518,14 @@ def check_settings(
     return config
 
 
-def _destroy_groups(saver: StepSaver, committer: StepCommitter, ranks: Communicator) -> None:
+def _destroy_groups(saver: BackgroundSaver, publisher: StepPublisher, ranks: Communicator) -> None:
     """Destroy the groups of a Checkpointer, unless a save still uses them."""
     if not saver.is_saving:
-        committer.close()
+        publisher.close()
         ranks.destroy_group()
 
 
-def _finalize(saver: StepSaver, opened: ExitStack, process: int) -> None:
+def _finalize(saver: BackgroundSaver, opened: ExitStack, process: int) -> None:
     """End the save of a Checkpointer that nobody has closed, when it is collected or the process exits."""
     if os.getpid() != process:  # a fork has neither the save nor the lock
         return

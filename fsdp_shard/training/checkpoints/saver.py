@@ -3,21 +3,39 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from torch.optim import Optimizer
 
 from fsdp_shard import checkpoint
 from fsdp_shard.distributed import DistributedContext, LocalShard, run_on_main
 from fsdp_shard.errors import SaveError
+from fsdp_shard.training.checkpoints.background_saver import BackgroundSaver, SaveLog
 from fsdp_shard.training.checkpoints.resume import read_trainer
-from fsdp_shard.training.checkpoints.step_committer import StepCommitter
-from fsdp_shard.training.checkpoints.step_saver import SaveLog, StepSaver
+from fsdp_shard.training.checkpoints.run_lock import RunLock
+from fsdp_shard.training.checkpoints.step_publisher import StepPublisher
 from fsdp_shard.training.load_model import LoadedModel
 from fsdp_shard.training.optim.ema import WeightAverage
 from fsdp_shard.training.trainer_state import TrainerState, is_due
 
 
-class FinetuneSaver(StepSaver):
+class RunContent(NamedTuple):
+    """What a run puts into each of its steps, beside its progress.
+
+    Attributes:
+        loaded: The model.
+        optimizer: Its optimizer.
+        average: The average of the weights, if the run has one.
+        model_files: Config, tokenizer and settings of the run, by file name; needed on rank 0 only.
+    """
+
+    loaded: LoadedModel
+    optimizer: Optimizer
+    average: WeightAverage | None
+    model_files: Mapping[str, bytes]
+
+
+class FinetuneSaver(BackgroundSaver):
     """Saves steps of a run of `finetune`; a context manager. Methods but `is_due` are collectives.
 
     It begins by deleting what an interrupted save left and uploading the newest step if the remote lacks it. If there
@@ -27,13 +45,9 @@ class FinetuneSaver(StepSaver):
         run_dir: The run directory.
         config: The settings `checkpoint.*`.
         context: The ranks.
-        loaded: The model.
-        optimizer: Its optimizer.
-        model_files: Config, tokenizer and settings of the run, by file name; needed on rank 0 only.
+        content: What each step contains, beside the progress of the run.
         log: Reports saves.
-
-    Attributes:
-        average: The average of the weights that is saved with each step, if any.
+        lock: The lock of the run, which a save that goes on keeps.
 
     Raises:
         RemoteError: A step could not be uploaded.
@@ -44,23 +58,21 @@ class FinetuneSaver(StepSaver):
         run_dir: str,
         config: checkpoint.CheckpointConfig,
         context: DistributedContext,
-        loaded: LoadedModel,
-        optimizer: Optimizer,
-        model_files: Mapping[str, bytes],
+        content: RunContent,
         log: SaveLog,
+        lock: RunLock,
     ) -> None:
         store = checkpoint.StepStore(Path(run_dir) / checkpoint.CHECKPOINTS)
-        run_on_main(context, lambda: _begin(store, model_files))
-        committer = StepCommitter(context, store, config, is_adapter=loaded.adapter is not None)
-        if (error := committer.apply_retention()) is not None:
+        run_on_main(context, lambda: _begin(store, content.model_files))
+        publisher = StepPublisher(context, store, config, is_adapter=content.loaded.adapter is not None)
+        if (error := publisher.apply_retention()) is not None:
             log.warn(f"Older steps could not be deleted. {error}")
-        step = committer.upload_missing()
-        if committer.remote is not None and step is not None:
-            log.note(f"uploaded {committer.remote.address(step)}, which was in the run directory only")
-        super().__init__(context, config, committer, log)
-        self._loaded, self._optimizer, self._model_files = loaded, optimizer, model_files
-        self.average: WeightAverage | None = None
-        self.copy_before_steps_of([optimizer])
+        step = publisher.upload_missing()
+        if publisher.remote is not None and step is not None:
+            log.note(f"uploaded {publisher.remote.address(step)}, which was in the run directory only")
+        super().__init__(context, config, publisher, log, lock)
+        self._run_content = content
+        self.copy_before_steps_of([content.optimizer])
 
     def is_due(self, state: TrainerState, num_steps: int) -> bool:
         """Return whether the settings require a save after the step of `state`, in a run of `num_steps` steps."""
@@ -74,37 +86,38 @@ class FinetuneSaver(StepSaver):
         """
         self.wait()
         is_best = run_on_main(self._ranks, lambda: self._is_best(state))
-        run_state, in_background = self._run_state(state), self._config.asynchronous
-        self.save_step(state.step, run_state, is_best=is_best, in_background=in_background)
+        content, in_background = self._step_content(state), self._config.asynchronous
+        self.save_content(state.step, content, is_best=is_best, in_background=in_background)
 
-    def _run_state(self, trainer: TrainerState) -> checkpoint.StepContent:
+    def _step_content(self, state: TrainerState) -> checkpoint.StepContent:
         """Return this rank's part of a step directory."""
-        shards = self._loaded.model.local_shards()
-        state = checkpoint.StepContent(
+        run, shards = self._run_content, self._run_content.loaded.model.local_shards()
+        content = checkpoint.StepContent(
             weights=shards,
-            aliases=self._loaded.aliases,
+            aliases=run.loaded.aliases,
             optimizer=self._optimizer_states(shards) if self._config.optimizer else {},
-            model_files={**self._model_files, checkpoint.TRAINER: trainer.to_json().encode()},
-            average={} if self.average is None else self.average.weights(),
+            model_files={**run.model_files, checkpoint.TRAINER: state.to_json().encode()},
+            average={} if run.average is None else run.average.weights(),
         )
-        if (adapter := self._loaded.adapter) is None:
-            return state
+        if (adapter := run.loaded.adapter) is None:
+            return content
         return replace(
-            state,
+            content,
             weights=adapter.to_save(shards, self._ranks),
             aliases={},
             single_file=adapter.FILE,
-            average=adapter.stored(state.average) if state.average else {},
+            average=adapter.stored(content.average) if content.average else {},
         )
 
     def _optimizer_states(self, shards: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
-        if values := checkpoint.optimizer_values(self._optimizer, shards):
+        optimizer = self._run_content.optimizer
+        if values := checkpoint.optimizer_values(optimizer, shards):
             name, value = min(values.items())
             raise SaveError(
-                f"{type(self._optimizer).__name__} keeps {name}={value!r} in its state, which is not a tensor and "
+                f"{type(optimizer).__name__} keeps {name}={value!r} in its state, which is not a tensor and "
                 f"would be lost in a resume; keep it as a tensor, or set checkpoint.optimizer=false."
             )
-        return checkpoint.optimizer_shards(self._optimizer, shards)
+        return checkpoint.optimizer_shards(optimizer, shards)
 
     def note_best(self, state: TrainerState) -> None:
         """Mark the step that the run resumed from as the best, if its belated evaluation shows that."""
@@ -112,7 +125,7 @@ class FinetuneSaver(StepSaver):
 
     def _mark_if_best(self, state: TrainerState) -> None:
         if self._is_best(state):
-            self._committer.mark_best(state.step)
+            self._publisher.mark_best(state.step)
 
     def _is_best(self, state: TrainerState) -> bool:
         """Return whether a step has a lower held-out loss than the saved step marked as the best; on rank 0.
@@ -121,11 +134,11 @@ class FinetuneSaver(StepSaver):
         """
         if (loss := state.held_out_loss) is None:
             return False
-        if (marked := self._committer.store.best()) is None:
+        if (marked := self._publisher.store.best()) is None:
             return True
         if marked == state.best_step:
             return state.best_loss is None or loss < state.best_loss
-        before = read_trainer(self._committer.store.path(marked))
+        before = read_trainer(self._publisher.store.path(marked))
         if before.held_out != state.held_out:  # another loss
             return True
         if before.held_out_loss is None:  # saved by an older version, or before it was evaluated

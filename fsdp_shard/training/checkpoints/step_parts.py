@@ -16,9 +16,9 @@ from fsdp_shard.checkpoint import StepContent
 from fsdp_shard.distributed import Communicator, LocalShard
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
 from fsdp_shard.sharding import ModuleShards, ShardedModel, modules_with_extra_state, shards_of
-from fsdp_shard.training.checkpoints.loop_state import (
+from fsdp_shard.training.checkpoints.checkpointer_document import (
     DOCUMENT,
-    LoopState,
+    CheckpointerDocument,
     RankDocument,
     StateTensors,
     random_state,
@@ -26,7 +26,7 @@ from fsdp_shard.training.checkpoints.loop_state import (
 )
 from fsdp_shard.training.checkpoints.optimizer_groups import by_name, check_savable, format_names, optimizer_parts
 from fsdp_shard.training.checkpoints.side_files import side_files
-from fsdp_shard.training.checkpoints.stored_step import Stateful
+from fsdp_shard.training.checkpoints.step_reader import Stateful
 
 Models = nn.Module | ShardedModel | Mapping[str, nn.Module | ShardedModel]
 _EXTRA_STATES = "get_extra_state() of modules"  # the name of a state
@@ -47,7 +47,7 @@ class SaveArguments(NamedTuple):
 class StepParts(NamedTuple):
     """One rank's part of a step; `document` lacks the parts of other ranks."""
 
-    document: LoopState
+    document: CheckpointerDocument
     rank_document: RankDocument
     weights: dict[str, LocalShard]
     aliases: dict[str, str]
@@ -75,7 +75,7 @@ def collect(given: SaveArguments, processor: Any, ranks: Communicator) -> StepPa
     tensors.digests["the number of the step"] = given.step
     tensors.add_digests_of(found)
     slots, options, scalars = optimizer_parts(given.optimizers, shards)
-    document = LoopState(given.step, dict(given.metrics))
+    document = CheckpointerDocument(given.step, dict(given.metrics))
     # If parameters are sharded, a rank may lack the states of those of which it holds no elements.
     is_flat = any(map(_is_part, shards.values()))
     tensors.digests["what states the optimizer has"] = 0 if is_flat else text_digest(sorted(slots))

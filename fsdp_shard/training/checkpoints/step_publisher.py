@@ -1,4 +1,4 @@
-"""Commits the steps of a run and applies retention, both locally and on a remote store."""
+"""Puts the steps of a run where they are kept, the run directory and a remote store, and applies retention in both."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,10 +18,10 @@ class SavedStep(NamedTuple):
     retention_error: StorageError | None
 
 
-class StepCommitter:
-    """Commits steps to `store` and to `checkpoint.remote`.
+class StepPublisher:
+    """Publishes steps to `store` and to `checkpoint.remote`, where retention then deletes older ones.
 
-    `commit`, `upload_missing` and `apply_retention` are collectives; `mark_best` is for rank 0. A separate
+    `publish`, `upload_missing` and `apply_retention` are collectives; `mark_best` is for rank 0. A separate
     process group lets a thread call them during training. Nothing here logs.
 
     Args:
@@ -50,12 +50,12 @@ class StepCommitter:
         """Destroy the group of the saves, after the last one."""
         self._ranks.destroy_group()
 
-    def commit(self, step: int, state: StepContent, *, is_best: bool) -> SavedStep:
-        """Commit a step, apply retention (`checkpoint.keep_*`), then upload the step and do the same there.
+    def publish(self, step: int, content: StepContent, *, is_best: bool) -> SavedStep:
+        """Write and commit a step, apply retention (`checkpoint.keep_*`), then upload the step and do the same there.
 
         Args:
             step: The step.
-            state: This rank's part of the state.
+            content: This rank's part of it.
             is_best: Make `best` point to the step.
 
         Raises:
@@ -64,9 +64,9 @@ class StepCommitter:
             SaveError: The step could not be committed for another reason, or does not read back as it was written.
         """
         self._run_id = run_on_main(self._ranks, self._current_run_id)
-        state = replace(state, model_files={**state.model_files, checkpoint.RUN_ID: self._run_id})
+        content = replace(content, model_files={**content.model_files, checkpoint.RUN_ID: self._run_id})
         directory = checkpoint.save_step(
-            self._ranks, self.store, step, state, layout=self._layout, max_shard_bytes=self._max_shard_bytes
+            self._ranks, self.store, step, content, layout=self._layout, max_shard_bytes=self._max_shard_bytes
         )
         if self._config.verify:
             self._read_back(step, directory)

@@ -18,7 +18,7 @@ from fsdp_shard.checkpoint import CheckpointConfig, StepContent
 from fsdp_shard.distributed import Communicator, run_on_all
 from fsdp_shard.errors import FsdpShardError, Interrupted, RemoteError, SaveError, StorageError
 from fsdp_shard.training.checkpoints.run_lock import RunLock
-from fsdp_shard.training.checkpoints.step_committer import SavedStep, StepCommitter
+from fsdp_shard.training.checkpoints.step_publisher import SavedStep, StepPublisher
 
 _GRACE_SECONDS = 10.0  # for a save to end when another rank may be lost
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class SaveLog(Protocol):
 
 
 class BackgroundSave(Generic[T]):
-    """Runs `work`, which reads the state of step `step` through `copy`, in a daemon thread.
+    """Runs `work`, which reads the content of step `step` through `copy`, in a daemon thread.
 
     Hashing and writing release the GIL.
     """
@@ -63,34 +63,32 @@ class BackgroundSave(Generic[T]):
             self.outcome.set_result(saved)
 
 
-class StepSaver:
-    """Saves steps of one run; a context manager.
+class BackgroundSaver:
+    """Saves steps of one run, one at a time; a context manager.
 
-    `save_step`, `poll`, `wait`, `finish` and leaving the block are collectives. If the block raises, it waits for the
-    background save, unless a second signal asks to end at once. A save that goes on keeps the run's lock.
+    `save_content`, `poll`, `wait`, `finish` and leaving the block are collectives. If the block raises, it waits for
+    the background save, unless a second signal asks to end at once.
 
     Args:
         ranks: The ranks.
         config: The settings `checkpoint.*`.
-        committer: Commits a step.
+        publisher: Writes a step where the run keeps its steps.
         log: Reports saves.
+        lock: The lock of the run, which a save that goes on keeps.
         prefix: Prefix of the settings in messages.
-
-    Attributes:
-        lock: The lock of the run, if it has one.
     """
 
     def __init__(
         self,
         ranks: Communicator,
         config: CheckpointConfig,
-        committer: StepCommitter,
+        publisher: StepPublisher,
         log: SaveLog,
+        lock: RunLock,
         prefix: str = "checkpoint.",
     ) -> None:
-        self._ranks, self._config, self._committer, self._log = ranks, config, committer, log
-        self.lock = RunLock()
-        self._prefix = prefix
+        self._ranks, self._config, self._publisher, self._log = ranks, config, publisher, log
+        self._lock, self._prefix = lock, prefix
         self._staging = checkpoint.Staging()
         self._running: BackgroundSave[SavedStep] | None = None
         self._failed: StorageError | None = None
@@ -103,26 +101,26 @@ class StepSaver:
             if optimizer not in self._hooked:
                 self._hooked[optimizer] = optimizer.register_step_pre_hook(lambda *_: self._copy_remaining()).remove
 
-    def save_step(self, step: int, state: StepContent, *, is_best: bool, in_background: bool) -> None:
+    def save_content(self, step: int, content: StepContent, *, is_best: bool, in_background: bool) -> None:
         """Save a step, after waiting for the previous save.
 
         Args:
             step: The step.
-            state: This rank's part of it.
+            content: This rank's part of it.
             is_best: Make `best` point to the step.
             in_background: Return before the step is written; `copy_before_steps_of` was called for the optimizers that
-                change the state.
+                change the content.
 
         Raises:
             SaveError: This save or the previous one failed, and the run must stop.
         """
         self.wait()
         if not in_background:
-            self._conclude(step, lambda: self._committer.commit(step, state, is_best=is_best))
+            self._conclude(step, lambda: self._publisher.publish(step, content, is_best=is_best))
             return
-        staged, copy = self._staging.stage(state)
+        staged, copy = self._staging.stage(content)
         self._log.note(f"saving step {step} in the background")
-        self._running = BackgroundSave(step, copy, lambda: self._committer.commit(step, staged, is_best=is_best))
+        self._running = BackgroundSave(step, copy, lambda: self._publisher.publish(step, staged, is_best=is_best))
 
     def poll(self) -> None:
         """Conclude the background save if it has ended on all ranks; call this after each step.
@@ -198,7 +196,7 @@ class StepSaver:
         else:
             self._num_failures, self._failed = 0, None
             self._log.saved(saved.directory)
-            if (remote := self._committer.remote) is not None:
+            if (remote := self._publisher.remote) is not None:
                 self._log.note(f"uploaded {remote.address(step)}")
             if saved.retention_error is not None:
                 self._log.warn(f"Step {step} is saved, but older ones could not be deleted. {saved.retention_error}")
@@ -237,7 +235,7 @@ class StepSaver:
 
     def _wait_for(self, running: BackgroundSave[SavedStep], seconds: float | None) -> None:
         """Wait for a save, which keeps the lock of the run for as long as it goes on."""
-        self.lock.release_after(running.outcome)
+        self._lock.release_after(running.outcome)
         concurrent.futures.wait([running.outcome], seconds)
 
 

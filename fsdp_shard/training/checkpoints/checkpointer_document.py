@@ -44,7 +44,7 @@ class RankDocument(NamedTuple):
 
 
 @dataclass
-class LoopState:
+class CheckpointerDocument:
     """The document of a step.
 
     Attributes:
@@ -70,7 +70,7 @@ class LoopState:
         return (json.dumps({"format_version": _FORMAT_VERSION, **asdict(self)}) + "\n").encode()
 
 
-def has_loop_state(step_directory: Path) -> bool:
+def has_document(step_directory: Path) -> bool:
     """Whether a Checkpointer saved the step: the document exists, or the manifest lists it."""
     if os.path.lexists(step_directory / DOCUMENT):
         return True
@@ -78,9 +78,9 @@ def has_loop_state(step_directory: Path) -> bool:
     return manifest is not None and DOCUMENT in manifest.files
 
 
-def read_loop_state(step_directory: Path) -> LoopState:
+def read_document(step_directory: Path) -> CheckpointerDocument:
     """Read the document of a step; CheckpointError if it has none or it is damaged."""
-    if step_directory.is_dir() and not has_loop_state(step_directory):
+    if step_directory.is_dir() and not has_document(step_directory):
         raise CheckpointError(
             f"{step_directory} has no {DOCUMENT}: it was not saved by a Checkpointer. Resume it with `fsdp-shard "
             f"finetune`, or read its weights with fsdp_shard.load_weights."
@@ -90,11 +90,11 @@ def read_loop_state(step_directory: Path) -> LoopState:
     if not isinstance(values, dict) or values.pop("format_version", None) != _FORMAT_VERSION:
         raise CheckpointError(f"{path} is not of format version {_FORMAT_VERSION}.")
     kinds = {"step": int, "metrics": dict, "states": dict, "has_slots": bool, "ranks": list}
-    names = {one.name for one in fields(LoopState)}
+    names = {one.name for one in fields(CheckpointerDocument)}
     are_right = values.keys() == names and all(type(values[name]) is kind for name, kind in kinds.items())
     if not are_right or any(not isinstance(one, list) or len(one) != 2 for one in values["ranks"]):
         raise CheckpointError(f"{path} does not have the entries of a step that a Checkpointer saved.")
-    return LoopState(**{**values, "ranks": [RankDocument(*one) for one in values["ranks"]]})
+    return CheckpointerDocument(**{**values, "ranks": [RankDocument(*one) for one in values["ranks"]]})
 
 
 class StateTensors:

@@ -15,7 +15,12 @@ from fsdp_shard.distributed import Communicator
 from fsdp_shard.errors import CheckpointError, FsdpShardError
 from fsdp_shard.sharding import ModuleShards
 from fsdp_shard.training.checkpoints.check_tensors import check_tensors
-from fsdp_shard.training.checkpoints.loop_state import DOCUMENT, LoopState, read_loop_state, read_state
+from fsdp_shard.training.checkpoints.checkpointer_document import (
+    DOCUMENT,
+    CheckpointerDocument,
+    read_document,
+    read_state,
+)
 from fsdp_shard.training.checkpoints.optimizer_groups import check_groups, format_names
 
 
@@ -47,18 +52,18 @@ class StoredValues(NamedTuple):
     rank_state: dict[str, Any] | None
 
 
-class StoredStep(NamedTuple):
+class StepReader(NamedTuple):
     """An open step; `optimizer_index` is None if it has neither optimizer nor other tensors."""
 
     directory: Path
-    document: LoopState
+    document: CheckpointerDocument
     weights: TensorIndex
     optimizer_index: TensorIndex | None
 
     @classmethod
-    def open(cls, directory: Path, opened: ExitStack) -> StoredStep:
+    def open(cls, directory: Path, opened: ExitStack) -> StepReader:
         """Open a step and read its headers; `opened` closes its files."""
-        document = read_loop_state(directory)
+        document = read_document(directory)
         weights = opened.enter_context(checkpoint.open_checkpoint(directory))
         optimizer_index = None
         if (directory / OPTIMIZER).is_dir():
