@@ -164,9 +164,10 @@ class TensorIndex:
         return self.reader.spans(self.entry(name), start, stop)
 
     def decoded_from(self) -> Iterator[tuple[TensorIndex, list[str]]]:
-        """Return each of `parts`, recursively, with the names of its tensors that this index does not hold unchanged.
+        """Return each of `parts`, recursively, with its tensors that the index around it does not hold unchanged.
 
-        Other tensors are computed from these, such as an adapter's factors and the weights that it changes.
+        That index computes others from these, as from an adapter's factors and the weights that it changes. A tensor of
+        an inner part that only an outer index replaces is listed for the part between them.
         """
         for part in self.parts:
             yield part, [name for name, entry in part.tensors.items() if self.tensors.get(name) is not entry]
