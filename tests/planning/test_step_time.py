@@ -39,7 +39,7 @@ from fsdp_shard.config import OPTIONS
 from fsdp_shard.data import IGNORE_INDEX
 from fsdp_shard.models import ModelConfig, build_on_meta
 from fsdp_shard.planning.costs.block_flops import Attention, CostPolynomial
-from fsdp_shard.planning.costs.model_facts import ModelFacts, measured_amounts, model_facts
+from fsdp_shard.planning.costs.model_facts import ModelFacts, measured_costs, model_facts
 from fsdp_shard.planning.costs.step_cost import StepCost, step_cost
 from fsdp_shard.planning.costs.step_report import step_figures, step_report
 from fsdp_shard.planning.costs.step_time import missing_figures, step_time
@@ -103,11 +103,11 @@ def counted(config: PretrainedConfig, shard: ShardConfig, adapter: AdapterConfig
     return int(counter.get_total_flops())
 
 
-def hidden_flops(amount: CostPolynomial, length: int, target_length: int) -> int:
+def hidden_flops(cost: CostPolynomial, length: int, target_length: int) -> int:
     """FLOPs of the pairs that masks of attention hide, which others count."""
-    all_pairs = (replace(found, is_causal=False, window=None) for found in amount.attention)
+    all_pairs = (replace(found, is_causal=False, window=None) for found in cost.attention)
     all_flops = sum(found.flops(length, target_length) for found in all_pairs)
-    return all_flops - sum(found.flops(length, target_length) for found in amount.attention)
+    return all_flops - sum(found.flops(length, target_length) for found in cost.attention)
 
 
 GPT2 = GPT2Config(
@@ -154,17 +154,17 @@ def test_flops_are_those_of_a_real_step(config: Any, adapter: AdapterConfig, che
     shard = Fsdp2Config(param_dtype="float32", activation_checkpointing=checkpointing)
     facts = measured(config, shard, adapter)
     assert facts.problem is None
-    assert facts.amounts is not None
+    assert facts.costs is not None
     run = PlannedRun(ModelConfig(path="x"), shard, TrainConfig(global_batch_size=1), AdamWConfig(), LENGTH, 1, adapter)
     run = replace(run, target_length=target_length if config.is_encoder_decoder else None)
     planned = step_cost(facts, run).flops
     assert planned is not None
-    amounts = facts.amounts
-    recomputed = {True: list(amounts.blocks), 2: list(amounts.blocks)[1::2]}.get(checkpointing, [])
-    passes = [amounts.outside.forward, amounts.outside.backward]
-    for fqn, block in amounts.blocks.items():
+    costs = facts.costs
+    recomputed = {True: list(costs.blocks), 2: list(costs.blocks)[1::2]}.get(checkpointing, [])
+    passes = [costs.outside.forward, costs.outside.backward]
+    for fqn, block in costs.blocks.items():
         passes += [block.forward, block.backward, *([block.recomputed] if fqn in recomputed else [])]
-    hidden = sum(hidden_flops(amount, LENGTH, target_length) for amount in passes)
+    hidden = sum(hidden_flops(cost, LENGTH, target_length) for cost in passes)
     real = counted(config, shard, adapter, target_length)
     print(f"planned {planned + hidden}, counted {real}, of which masks hide {hidden}")
     assert planned + hidden == real
@@ -178,12 +178,12 @@ def test_chunks_of_mamba_2_are_counted_beyond_the_first() -> None:
         state_size=16, vocab_size=257, chunk_size=256,
     )  # fmt: skip
     facts = measured(config)
-    assert facts.amounts is not None
+    assert facts.costs is not None
     model = AutoModelForCausalLM.from_config(deepcopy(config))
     for length in (256, 512, 1024):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(input_ids=torch.zeros((1, length), dtype=torch.long), use_cache=False)
-        planned = sum(part.forward.at(length) for part in [facts.amounts.outside, *facts.amounts.blocks.values()])
+        planned = sum(part.forward.at(length) for part in [facts.costs.outside, *facts.costs.blocks.values()])
         assert planned == counter.get_total_flops()
 
 
@@ -220,10 +220,10 @@ def test_a_mixture_whose_experts_are_adapted_can_be_measured() -> None:
     facts, plain = (measured(mixture_config("qwen3_moe"), FLOAT32, adapter) for adapter in (LORA, AdapterConfig()))
     assert facts.problem is None
     assert (cost_of(plain.config, facts).model_flops or 0) > 0
-    assert facts.amounts is not None
-    assert plain.amounts is not None
-    for fqn, block in facts.amounts.blocks.items():
-        assert block.forward.at(LENGTH) > plain.amounts.blocks[fqn].forward.at(LENGTH)
+    assert facts.costs is not None
+    assert plain.costs is not None
+    for fqn, block in facts.costs.blocks.items():
+        assert block.forward.at(LENGTH) > plain.costs.blocks[fqn].forward.at(LENGTH)
 
 
 def test_a_mask_hides_what_no_query_attends_to() -> None:
@@ -271,21 +271,21 @@ def test_a_block_counts_as_often_as_it_is_called() -> None:
     flops = []
     for num_layers in (1, 3):
         config = AlbertConfig(architectures=["AlbertForMaskedLM"], num_hidden_layers=num_layers, **sizes)
-        amounts = measured(config).amounts
-        assert amounts is not None
-        (block,) = amounts.blocks.values()
+        costs = measured(config).costs
+        assert costs is not None
+        (block,) = costs.blocks.values()
         flops.append((block.forward.at(LENGTH), block.backward.at(LENGTH)))
     assert flops[1] == tuple(3 * number for number in flops[0])
 
 
 @pytest.mark.parametrize("name", MASKED_LAYERS)
 def test_layers_with_masks_count_the_pairs_they_allow(name: str) -> None:
-    costs = []
+    flops = []
     for config in MASKED_LAYERS[name]:
-        amounts = measured(config).amounts
-        assert amounts is not None
-        costs.append([amounts.blocks[f"model.layers.{number}"].forward.at(LENGTH) for number in range(2)])
-    (first, second), (first_of_all, second_of_all) = costs
+        costs = measured(config).costs
+        assert costs is not None
+        flops.append([costs.blocks[f"model.layers.{number}"].forward.at(LENGTH) for number in range(2)])
+    (first, second), (first_of_all, second_of_all) = flops
     assert second < second_of_all
     assert (first < first_of_all) == (name == "window"), "the first layer of the others attends to all"
 
@@ -299,8 +299,8 @@ def test_flops_follow_the_batch_and_the_ranks() -> None:
     both = cost_of(config, facts, objective=pairs(reference="sharded"))
     alone = cost_of(config, facts, objective=pairs())
     assert (alone.flops, alone.tokens) == (2 * one, 2 * LENGTH)
-    assert facts.amounts is not None
-    passes = [facts.amounts.outside, *facts.amounts.blocks.values()]
+    assert facts.costs is not None
+    passes = [facts.costs.outside, *facts.costs.blocks.values()]
     forward = sum(block.forward.at(LENGTH) for block in passes)
     assert (both.flops or 0) - 2 * one == 2 * forward
     labeled: Any = OBJECTIVES["kto"]  # which runs another answer of each sample without gradients
@@ -363,10 +363,10 @@ def test_torch_logs_no_traceback_of_a_model_that_cannot_run() -> None:
     logger = logging.getLogger(FakeTensorMode.__module__)
     logger.addHandler(handler)
     try:
-        amounts, problem = measured_amounts(build)
+        costs, problem = measured_costs(build)
     finally:
         logger.removeHandler(handler)
-    assert (amounts, problem is None, handler.buffer) == (None, False, [])
+    assert (costs, problem is None, handler.buffer) == (None, False, [])
 
 
 def test_what_cannot_run_on_text_has_no_flops() -> None:
@@ -478,11 +478,11 @@ def test_no_published_measurement_is_faster_than_the_bound(published: Any) -> No
     assert found is not None
     ratio = found.tokens_per_second / num_ranks / tokens_per_second
     # Of what was published, attention counts all pairs of tokens.
-    assert facts.amounts is not None
+    assert facts.costs is not None
     of_tokens = sum(
-        hidden_flops(amount, length, length)
-        for block in facts.amounts.blocks.values()
-        for amount in (block.forward, block.backward)
+        hidden_flops(each, length, length)
+        for block in facts.costs.blocks.values()
+        for each in (block.forward, block.backward)
     )
     assert cost.model_flops is not None
     all_pairs = 1 + of_tokens * batch / num_ranks / cost.model_flops

@@ -37,7 +37,7 @@ class ModelFacts:
         config: Its config.
         model: The model on meta.
         params: FQN -> parameter.
-        amounts: FLOPs and saved bytes; None if they cannot be measured.
+        costs: FLOPs and saved bytes; None if they cannot be measured.
         problem: Why they cannot be measured, if so.
         tensor_plan: FQN of a module or parameter -> how tensor parallelism divides it.
         expert_plan: The same for experts.
@@ -49,7 +49,7 @@ class ModelFacts:
 
     config: PretrainedConfig
     params: Mapping[str, ParamFacts]
-    amounts: ModelCosts | None
+    costs: ModelCosts | None
     problem: str | None
     tensor_plan: Mapping[str, str]
     expert_plan: Mapping[str, str]
@@ -61,12 +61,12 @@ class ModelFacts:
 
     @property
     def blocks(self) -> list[str]:
-        """FQNs of the repeated blocks; none if the amounts could not be measured."""
-        return [] if self.amounts is None else list(self.amounts.blocks)
+        """FQNs of the repeated blocks; none if the costs could not be measured."""
+        return [] if self.costs is None else list(self.costs.blocks)
 
     def num_calls(self, module: str) -> int:
         """How often a module is called in a pass: one of a block that stands for many layers once for each."""
-        return 1 if self.amounts is None else self.amounts.num_calls_of(module)
+        return 1 if self.costs is None else self.costs.num_calls_of(module)
 
     def units(self, shard: sharding.ShardConfig) -> tuple[sharding.Unit, ...]:
         """The units of the model, computed once per combination of the settings that they depend on."""
@@ -110,7 +110,7 @@ def model_facts(
     computing, _ = build_planned(config, model, adapter, shard.param_dtype)
     file_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     frozen = sum(param.numel() for param in computing.parameters() if not param.requires_grad)
-    amounts, problem = measured_amounts(
+    costs, problem = measured_costs(
         lambda: build_planned(config, model, adapter, shard.param_dtype)[0], tuple(shard.blocks)
     )
     params = {
@@ -122,7 +122,7 @@ def model_facts(
     return ModelFacts(
         config=config,
         params=params,
-        amounts=amounts,
+        costs=costs,
         problem=problem,
         tensor_plan=models.parallel_plan(stored, "tp_plan"),
         expert_plan=models.parallel_plan(stored, "ep_plan"),
@@ -143,7 +143,7 @@ def _unmasked_flops(config: PretrainedConfig, settings: models.ModelConfig, adap
     return 2 * weight.numel() * (3 if weight.requires_grad else 2)  # logits, gradients of the input and of the weight
 
 
-def measured_amounts(
+def measured_costs(
     build: Callable[[], PreTrainedModel], blocks: Sequence[str] = ()
 ) -> tuple[ModelCosts | None, str | None]:
     """FLOPs and saved bytes of a model, or why they cannot be measured.
@@ -152,12 +152,12 @@ def measured_amounts(
         build: Builds the model on meta, in its compute dtype.
         blocks: `shard.blocks`.
     """
-    amounts, problem = _measured(build(), blocks, "meta")
-    if amounts is None:
+    costs, problem = _measured(build(), blocks, "meta")
+    if costs is None:
         model = build()
         with FakeTensorMode():
-            amounts, problem = _measured(model, blocks, "cpu")
-    return amounts, problem
+            costs, problem = _measured(model, blocks, "cpu")
+    return costs, problem
 
 
 @only_errors_of("torch", logging.CRITICAL)  # torch logs the traceback of a pass that cannot run on fake tensors

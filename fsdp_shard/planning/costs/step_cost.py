@@ -102,7 +102,7 @@ def step_cost(facts: ModelFacts, run: PlannedRun) -> StepCost:
     """
     shares = list(unit_shares(facts, run))
     flops = model_flops = None
-    if facts.amounts is not None:
+    if facts.costs is not None:
         flops, model_flops = _flops(facts, run), _flops(facts, run, of_model=True)
     kept, recomputed = _activation_bytes(facts, run)
     to_host, to_device = _offloaded_bytes(facts, run, shares, kept)
@@ -126,11 +126,11 @@ def step_cost(facts: ModelFacts, run: PlannedRun) -> StepCost:
 
 def _flops(facts: ModelFacts, run: PlannedRun, *, of_model: bool = False) -> int:
     """FLOPs of a rank in a step, or `model_flops`. Ranks that divide layers or sequences have equal shares."""
-    assert facts.amounts is not None
+    assert facts.costs is not None
     kind = run.shard.activation_checkpointing
     recomputed = set() if of_model else set(sharding.recomputed_fqns(facts.blocks, kind))
     counted: list[CostPolynomial] = []
-    blocks = {"": facts.amounts.outside} | dict(facts.amounts.blocks)
+    blocks = {"": facts.costs.outside} | dict(facts.costs.blocks)
     for fqn, block in blocks.items():
         counted += [block.forward, block.backward]
         if fqn in recomputed:
@@ -153,27 +153,27 @@ def _labels_of_rows(run: PlannedRun) -> int:
 
 
 def _sum_at(
-    amounts: Sequence[CostPolynomial], length: int, decoder_length: int | None, *, is_packed: bool = False
+    costs: Sequence[CostPolynomial], length: int, decoder_length: int | None, *, is_packed: bool = False
 ) -> int:
-    """The sum of `amounts`, many of which are equal."""
+    """The sum of `costs`, many of which are equal."""
     known: dict[int, int] = {}
-    for amount in amounts:
-        if id(amount) not in known:
-            known[id(amount)] = amount.at(length, decoder_length, is_packed=is_packed)
-    return sum(known[id(amount)] for amount in amounts)
+    for cost in costs:
+        if id(cost) not in known:
+            known[id(cost)] = cost.at(length, decoder_length, is_packed=is_packed)
+    return sum(known[id(cost)] for cost in costs)
 
 
 def _activation_bytes(facts: ModelFacts, run: PlannedRun) -> tuple[int, int]:
     """Minimum bytes that a rank's blocks keep between the passes of one micro-batch, and that they recompute."""
-    if facts.amounts is None:
+    if facts.costs is None:
         return 0, 0
     recomputed = set(sharding.recomputed_fqns(facts.blocks, run.shard.activation_checkpointing))
-    blocks = facts.amounts.blocks
+    blocks = facts.costs.blocks
     kept = [block.input_bytes if fqn in recomputed else block.saved_bytes for fqn, block in blocks.items()]
     again = [block.saved_bytes for fqn, block in blocks.items() if fqn in recomputed]
     of_kept, of_again = (
-        run.num_rows * _sum_at(amounts, run.part_length, run.target_length) // run.shard.tensor_parallel
-        for amounts in (kept, again)
+        run.num_rows * _sum_at(costs, run.part_length, run.target_length) // run.shard.tensor_parallel
+        for costs in (kept, again)
     )
     return of_kept, of_again
 

@@ -135,9 +135,9 @@ def _of_layers(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
 
 def recomputed_blocks(facts: ModelFacts, run: PlannedRun) -> set[str]:
     """FQNs of the blocks whose activation collectives run again in the backward pass."""
-    if run.shard.activation_checkpointing == "selective" or facts.amounts is None:
+    if run.shard.activation_checkpointing == "selective" or facts.costs is None:
         return set()
-    return set(sharding.recomputed_fqns(list(facts.amounts.blocks), run.shard.activation_checkpointing))
+    return set(sharding.recomputed_fqns(list(facts.costs.blocks), run.shard.activation_checkpointing))
 
 
 def _block_of(fqn: str, blocks: set[str]) -> str | None:
@@ -172,7 +172,7 @@ def _of_experts(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
 def _of_parts(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
     """Traffic between ranks that divide sequences: attention, and token values for losses of whole sequences."""
     shard, num = run.shard, run.shard.context_parallel
-    if num == 1 or facts.amounts is None:
+    if num == 1 or facts.costs is None:
         return
     method = sharding.resolve_context_method(shard, facts.config)
     num_chunks = num if method == "ulysses" else 2 * num
@@ -181,8 +181,8 @@ def _of_parts(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
     if run.objective.compares_whole_sequences:  # of the part, each has only its own gradient, which is not sent
         values = run.objective.num_token_values * _FLOAT32_BYTES
         yield Traffic("all-gather", "context", num, 1, num * tokens * values)
-    again = set(sharding.recomputed_fqns(list(facts.amounts.blocks), shard.activation_checkpointing))
-    for fqn, block in facts.amounts.blocks.items():
+    again = set(sharding.recomputed_fqns(list(facts.costs.blocks), shard.activation_checkpointing))
+    for fqn, block in facts.costs.blocks.items():
         num_passes = 2 + (fqn in again)
         for layer in block.forward.attention:
             if method == "ulysses":

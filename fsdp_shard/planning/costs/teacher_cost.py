@@ -8,7 +8,7 @@ from functools import partial
 from fsdp_shard.inference import DispatchConfig, model_from_config
 from fsdp_shard.models import load_config
 from fsdp_shard.planning.costs.block_flops import ModelCosts
-from fsdp_shard.planning.costs.model_facts import measured_amounts
+from fsdp_shard.planning.costs.model_facts import measured_costs
 from fsdp_shard.planning.costs.step_cost import StepCost
 from fsdp_shard.planning.plan_cache import PlanCache
 from fsdp_shard.planning.planned_run import PlannedRun
@@ -31,12 +31,12 @@ def with_teacher(cost: StepCost, run: PlannedRun, cache: PlanCache) -> StepCost:
     if teacher is None or not teacher.is_on_device:
         return cost
     assert isinstance(run.objective, DistillConfig)
-    make = partial(_amounts, run.objective, trust_remote_code=run.model.trust_remote_code)
-    amounts, problem = cache.get("teacher amounts", (run.objective.teacher, run.model.trust_remote_code), make)
+    make = partial(_teacher_costs, run.objective, trust_remote_code=run.model.trust_remote_code)
+    costs, problem = cache.get("teacher costs", (run.objective.teacher, run.model.trust_remote_code), make)
     num_passes = run.num_micro_batches
     flops = None
-    if amounts is not None and cost.flops is not None:
-        passes = (amounts.outside, *amounts.blocks.values())
+    if costs is not None and cost.flops is not None:
+        passes = (costs.outside, *costs.blocks.values())
         of_row = sum(each.forward.at(run.sequence_length, is_packed=run.is_packed) for each in passes)
         flops = cost.flops + num_passes * run.num_read_rows * of_row
     return replace(
@@ -48,7 +48,7 @@ def with_teacher(cost: StepCost, run: PlannedRun, cache: PlanCache) -> StepCost:
     )
 
 
-def _amounts(distill: DistillConfig, *, trust_remote_code: bool) -> tuple[ModelCosts | None, str | None]:
+def _teacher_costs(distill: DistillConfig, *, trust_remote_code: bool) -> tuple[ModelCosts | None, str | None]:
     """FLOPs of the teacher, or why they cannot be measured."""
     config = load_config(distill.locate(fetch_weights=False).config_directory, trust_remote_code)
-    return measured_amounts(lambda: model_from_config(config, DispatchConfig(trust_remote_code=trust_remote_code)))
+    return measured_costs(lambda: model_from_config(config, DispatchConfig(trust_remote_code=trust_remote_code)))
