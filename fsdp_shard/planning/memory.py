@@ -138,10 +138,10 @@ def _rank_bytes_by_phase(state: ShardState, run: PlannedRun, directions: int) ->
     found: dict[str, dict[str, int]] = {EVA: {DIRECTIONS: directions}} if directions else {}
     if run.shard.cpu_offload:
         return found
-    updates = {TEMPORARIES: state.updates} if state.updates else {}
+    updates = {TEMPORARIES: state.update_temporaries} if state.update_temporaries else {}
     found |= {"load": {LOADING: state.padding}} if state.padding else {}
     # A step on zero gradients creates the optimizer state before it is read.
-    resumed = {ZEROS: state.updated, "optimizer": state.optimizer, **updates}
+    resumed = {ZEROS: state.updated_parameters, "optimizer": state.optimizer, **updates}
     return found | {"resume": resumed, "optimizer": updates}
 
 

@@ -25,6 +25,8 @@ from .context_parallel.sequence_parts import (
 from .context_parallel.ulysses import num_sent_heads as num_sent_heads
 from .expert_parallel import SENDS_TO_EXPERTS as SENDS_TO_EXPERTS
 from .forward_trace import unused_by_text as unused_by_text
+from .fsdp1 import flat_spans as flat_spans
+from .fsdp2 import padded_shape as padded_shape
 from .gradients import (
     clip_grad_norm_ as clip_grad_norm_,
     no_sync as no_sync,

@@ -87,7 +87,7 @@ def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards:
     """
     shards: list[dict[str, Shape]] = [{} for _ in range(num_shards)]
     for number, unit in enumerate(units):
-        spans, end = _flat_spans({name: shapes[name] for name in unit.parameters}, unit.dtype)
+        spans, end = flat_spans({name: shapes[name] for name in unit.parameters}, unit.dtype)
         length = -(-end // num_shards)
         for index, local in enumerate(shards):
             low, high = index * length, (index + 1) * length
@@ -99,10 +99,10 @@ def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards:
 
 def all_gather_numel(shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> int:
     """The length of a unit's flattened parameters, divided evenly."""
-    return -(-_flat_spans(shapes, dtype)[1] // num_shards)
+    return -(-flat_spans(shapes, dtype)[1] // num_shards)
 
 
-def _flat_spans(shapes: Mapping[str, Shape], dtype: str) -> tuple[dict[str, tuple[int, int]], int]:
+def flat_spans(shapes: Mapping[str, Shape], dtype: str) -> tuple[dict[str, tuple[int, int]], int]:
     """The position of each parameter in the unit's flat parameter, and the length of the flat parameter."""
     multiple, spans, end = max(1, _FLAT_ALIGN_BYTES // itemsize(dtype)), {}, 0
     for name, shape in shapes.items():

@@ -132,7 +132,7 @@ def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards:
     # A parameter has its whole number of rows in the first shards, then the rest in one, and none in the others.
     ends = {0}
     for size in {shape[0] for shape in shapes.values() if shape and shape[0]}:
-        num_full = size // -(-size // num_shards)
+        num_full = size // padded_shape((size,), num_shards)[0]
         ends |= {num_full, num_full + 1}
     local: list[dict[str, Shape]] = []
     for index in range(num_shards):
@@ -144,13 +144,18 @@ def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards:
 def _rows(shape: Shape, num_shards: int, index: int) -> Shape:
     if not shape:  # replicated
         return ()
-    per_shard = -(-shape[0] // num_shards)
+    per_shard, *_ = padded_shape(shape, num_shards)
     return (len(range(shape[0])[index * per_shard : (index + 1) * per_shard]), *shape[1:])
 
 
 def all_gather_numel(shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> int:
-    """The rows of the first shard, to whose size all are padded; scalars are on every rank."""
-    return sum(-(-shape[0] // num_shards) * prod(shape[1:]) for shape in shapes.values() if shape)
+    """The padded rows of all parameters; scalars are on every rank."""
+    return sum(prod(padded_shape(shape, num_shards)) for shape in shapes.values() if shape)
+
+
+def padded_shape(shape: Shape, num_shards: int) -> Shape:
+    """The shape of a parameter's first shard, to which `fully_shard` pads all others; a scalar is not sharded."""
+    return (-(-shape[0] // num_shards), *shape[1:]) if shape else ()
 
 
 def _units_run_in_part(model: nn.Module, units: Sequence[Unit]) -> list[str]:

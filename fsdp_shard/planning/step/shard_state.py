@@ -13,7 +13,6 @@ from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.divided_model import divide_model, with_expert_units
 from fsdp_shard.planning.step.optimizer import exchange_bytes, state_bytes_of_each, step_bytes, whole_updates
 from fsdp_shard.planning.step.recording.recorder import pinned_bytes
-from fsdp_shard.planning.step.unit_bytes import padded_elements
 from fsdp_shard.planning.step.unit_holdings import UnitShards
 from fsdp_shard.utils import balanced_partition
 
@@ -25,20 +24,28 @@ _AVERAGE_SIZE = 4  # float32
 
 @dataclass(frozen=True)
 class ShardState:
-    """Bytes of one shard's state, its optimizer's temporary memory, and the copy that a save may make.
+    """One shard's state in bytes, its optimizer's temporary memory, and the copy that a save may make.
 
-    `pinned` counts the pinned memory of offloaded parameters and gradients, `updated` the bytes of the parameters
-    that have gradients, and `padding` the largest parameter that `fully_shard` copies when it pads its shards.
+    Attributes:
+        parameters: Parameters, with the padding of flat ones.
+        gradients: Gradients, once they are reduced.
+        optimizer: Optimizer state; if whole parameters are updated, that of those that the rank owns.
+        average: The average of the trained weights, if there is one.
+        update_temporaries: Maximum of what an update needs temporarily.
+        staged: The copy that an asynchronous save makes: trained weights, optimizer state, average and buffers.
+        pinned: Pinned host memory of offloaded parameters and gradients.
+        updated_parameters: Those parameters that have gradients.
+        padding: The largest parameter that `fully_shard` copies when it pads its shards.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     average: int
-    updates: int
+    update_temporaries: int
     staged: int
     pinned: int
-    updated: int
+    updated_parameters: int
     padding: int
 
 
@@ -121,54 +128,63 @@ def unit_shards(part: RankPart, run: PlannedRun) -> UnitShards:
 
 def shard_states(shards: UnitShards, part: RankPart, run: PlannedRun) -> list[ShardState]:
     """The state of each shard; equal shards are computed once."""
-    shapes, dtypes, trained, padding = shards.shapes, shards.dtypes, shards.trained, shards.padding_dtype
-    local_shapes, owned_by_rank = shards.local_shapes, shards.owned or [()] * run.num_shards
     updates: dict[str, int] = {}
     if run.optim.needs_full_params:
         in_order = [name for name, param in part.model.named_parameters() if param.requires_grad]
-        updates = whole_updates(run.optim, in_order, shapes, dtypes, on_gpu=run.on_gpu)
-
-    def num_bytes(local: Mapping[str, sharding.Shape]) -> int:
-        return sum(prod(shape) * dtypes.get(name, padding).itemsize for name, shape in local.items())
-
-    contents: dict[int, tuple[tuple[str, sharding.Shape], ...]] = {}  # by id of the dicts that ranks share
-    known: dict[tuple[object, ...], ShardState] = {}
-    states = []
+        updates = whole_updates(run.optim, in_order, shards.shapes, shards.dtypes, on_gpu=run.on_gpu)
     buffers = 2 * sum(buffer.nbytes for buffer in part.model.buffers())  # for weights and average
-    foreach = run.on_gpu and run.shard.wrapper != "fsdp2"  # DTensors are updated one by one
-    for index, (local, owned) in enumerate(zip(local_shapes, owned_by_rank, strict=True)):
-        content = contents.get(id(local)) or contents.setdefault(id(local), tuple(local.items()))
-        if (key := (content, tuple(owned))) not in known:
-            own = {name: shape for name, shape in local.items() if name in trained}
-            gradients = {name: shape for name, shape in local.items() if name in shards.with_gradient}
-            parts = shards.parts_with_state(own)
-            updated = {name: shapes[name] for name in owned} if run.optim.needs_full_params else parts
-            optimizer, taken = (
-                step_bytes(run.optim, updated, shapes, dtypes, uses_foreach=foreach) if updated else (0, 0)
-            )
-            if run.optim.needs_full_params:
-                held = {name: prod(shape) * dtypes[name].itemsize for name, shape in own.items()}
-                taken = exchange_bytes(owned_by_rank, index, held, shapes, dtypes, updates, on_gpu=run.on_gpu)
-            average = 0 if run.train.ema_decay is None else _AVERAGE_SIZE * sum(map(prod, own.values()))
-            pinned = sum(
-                pinned_bytes(num_bytes({name: shape}))
-                for part_of_state in (local, gradients)
-                for name, shape in part_of_state.items()
-            )
-            staged = num_bytes(own) + optimizer + average + buffers + len(own) * _STAGED_APART
-            known[key] = ShardState(
-                parameters=num_bytes(local),
-                gradients=num_bytes(gradients),
-                optimizer=optimizer,
-                average=average,
-                updates=taken,
-                staged=staged,
-                pinned=pinned,
-                updated=num_bytes(parts),
-                padding=_padded_bytes(local, shapes, dtypes, run),
-            )
+    by_id = {id(local): local for local in shards.local_shapes}  # shards may share a dict
+    contents = {key: tuple(local.items()) for key, local in by_id.items()}
+    known: dict[object, ShardState] = {}
+    states = []
+    for index, local in enumerate(shards.local_shapes):
+        key = contents[id(local)], () if shards.owned is None else tuple(shards.owned[index])
+        if key not in known:
+            known[key] = _shard_state(shards, index, run, buffers, updates)
         states.append(known[key])
     return states
+
+
+def _shard_state(
+    shards: UnitShards, index: int, run: PlannedRun, buffers: int, updates: Mapping[str, int]
+) -> ShardState:
+    """The state of a shard.
+
+    Args:
+        shards: All shards.
+        index: The number of the shard.
+        run: The run.
+        buffers: Bytes of the model's buffers in a save.
+        updates: Temporary bytes of each parameter's update, for optimizers that need whole ones.
+    """
+    local, shapes, dtypes = shards.local_shapes[index], shards.shapes, shards.dtypes
+    trained = {name: shape for name, shape in local.items() if name in shards.trained}
+    gradients = {name: shape for name, shape in local.items() if name in shards.with_gradient}
+    parts = shards.parts_with_state(trained)
+    updated = parts if shards.owned is None else {name: shapes[name] for name in shards.owned[index]}
+    foreach = run.on_gpu and run.shard.wrapper != "fsdp2"  # DTensors are updated one by one
+    optimizer, temporaries = 0, 0
+    if updated:
+        optimizer, temporaries = step_bytes(run.optim, updated, shapes, dtypes, uses_foreach=foreach)
+    if shards.owned is not None:
+        held = {name: prod(shape) * dtypes[name].itemsize for name, shape in trained.items()}
+        temporaries = exchange_bytes(shards.owned, index, held, shapes, dtypes, updates, on_gpu=run.on_gpu)
+    average = 0 if run.train.ema_decay is None else _AVERAGE_SIZE * sum(map(prod, trained.values()))
+    return ShardState(
+        parameters=shards.num_bytes(local),
+        gradients=shards.num_bytes(gradients),
+        optimizer=optimizer,
+        average=average,
+        update_temporaries=temporaries,
+        staged=shards.num_bytes(trained) + optimizer + average + buffers + len(trained) * _STAGED_APART,
+        pinned=sum(
+            pinned_bytes(shards.num_bytes({name: shape}))
+            for part_of_state in (local, gradients)
+            for name, shape in part_of_state.items()
+        ),
+        updated_parameters=shards.num_bytes(parts),
+        padding=_padded_bytes(local, shapes, dtypes, run),
+    )
 
 
 def _padded_bytes(
@@ -183,7 +199,7 @@ def _padded_bytes(
     sizes = (
         prod(shape) * dtypes[name].itemsize
         for name, shape in local.items()
-        if prod(shape) < padded_elements(shapes[name], run.num_shards)
+        if prod(shape) < prod(sharding.padded_shape(shapes[name], run.num_shards))
     )
     return max(sizes, default=0)
 

@@ -8,9 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdp_shard.sharding import ShardConfig, Unit, itemsize, unused_by_text
-
-_FLAT_ALIGN_BYTES = 16  # torch.distributed.fsdp._flat_param
+from fsdp_shard.sharding import ShardConfig, Unit, flat_spans, itemsize, padded_shape, unused_by_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ def _rows_bytes(
     compute, reduce = itemsize(unit.dtype), itemsize(shard.reduce_dtype)
     stored = cast = largest = gathered = gradients = reduced = kept = last = 0
     for param in params:
-        padded = padded_elements(tuple(param.shape), num_shards)
+        padded = prod(padded_shape(tuple(param.shape), num_shards))
         stored += padded * param.element_size()
         if not param.ndim:
             continue
@@ -141,11 +139,6 @@ def _rows_bytes(
     )
 
 
-def padded_elements(shape: tuple[int, ...], num_shards: int) -> int:
-    """Elements of a parameter's shard under `fully_shard`, with padding; a scalar is not sharded."""
-    return -(-shape[0] // num_shards) * prod(shape[1:]) if shape else 1
-
-
 def _flat_bytes(
     unit: Unit,
     params: Sequence[nn.Parameter],
@@ -159,9 +152,8 @@ def _flat_bytes(
     `unused` are the names of parameters that no pass over text uses.
     """
     compute, reduce = itemsize(unit.dtype), itemsize(shard.reduce_dtype)
-    end, multiple = 0, max(1, _FLAT_ALIGN_BYTES // compute)
-    for param in params:
-        end = -(-end // multiple) * multiple + param.numel()
+    shapes = {name: tuple(param.shape) for name, param in zip(unit.parameters, params, strict=True)}
+    _, end = flat_spans(shapes, unit.dtype)
     length = -(-end // num_shards)
     wide = params[0].element_size() if params else compute
     is_cast = wide != compute and not unit.is_bytes

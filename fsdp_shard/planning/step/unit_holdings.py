@@ -78,6 +78,10 @@ class UnitShards:
         updated = {name: shape for name, shape in local.items() if name in self.updated}
         return {name: shape for name, shape in updated.items() if prod(shape) or not self.flattens_units}
 
+    def num_bytes(self, local: Mapping[str, Shape]) -> int:
+        """Bytes of parts of parameters, and of padding, by name."""
+        return sum(self._num_bytes(name, local) for name in local)
+
     def held(self, shard: int) -> tuple[UnitHolding, ...]:
         """What a rank with this shard holds of each unit, in unit order; empty units are skipped."""
         local = self.local_shapes[shard]
