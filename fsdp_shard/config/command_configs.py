@@ -29,7 +29,6 @@ from fsdp_shard.training import (
     ObjectiveConfig,
     OptimConfig,
     TrainConfig,
-    check_inputs,
 )
 from fsdp_shard.utils import derived, refuse_changed, refuse_remote, setting, walk
 
@@ -212,7 +211,7 @@ class FinetuneConfig(RunConfig):
         return dispatch_model(source, config, settings, log=log, context=context.without_tensor_parallel())
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError for settings of different sections that contradict each other."""
+        """Raise ConfigError for contradictions with settings that only `finetune` has; others: `check_combination`."""
         launch, checkpoint = self.launch, self.checkpoint
         for of in ("teacher", "reference"):
             budgets = DispatchConfig(max_memory=getattr(self.objective, f"{of}_max_memory", None))
@@ -228,13 +227,10 @@ class FinetuneConfig(RunConfig):
                 f"{prefix}checkpoint.max_shard_size={checkpoint.max_shard_size} has no effect with an adapter, "
                 f"which peft loads from a single file; remove it."
             )
-        if self.train.epochs is not None and (self.data.streaming or self.data.mixture):
-            name, reason = "mixture", "each source of a mixture has epochs of its own"
-            if self.data.streaming:
-                name, reason = "streaming=true", "the length of a stream is not known before its end"
+        if self.train.epochs is not None and self.data.mixture:
             raise ConfigError(
-                f"{prefix}train.epochs={self.train.epochs:g} cannot be combined with {prefix}data.{name}, because "
-                f"{reason}; set {prefix}train.steps instead."
+                f"{prefix}train.epochs={self.train.epochs:g} cannot be combined with {prefix}data.mixture, because "
+                f"each source of a mixture has epochs of its own; set {prefix}train.steps instead."
             )
         if self.loss is not None and self.objective.name != "sft":
             raise ConfigError(
@@ -246,7 +242,6 @@ class FinetuneConfig(RunConfig):
                 f"{prefix}model.chunked_loss=true is for the cross-entropy, and {prefix}loss={self.loss} needs whole "
                 f"logits; remove one of them."
             )
-        check_inputs(self.model, self.shard, self.train, is_packed=self.data.packing, prefix=prefix)
 
 
 @dataclass

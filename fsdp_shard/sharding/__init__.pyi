@@ -21,6 +21,7 @@ from .context_parallel.sequence_parts import (
     ContextRanks as ContextRanks,
     SequencePart as SequencePart,
     WholeSequence as WholeSequence,
+    chunks_of_ranks as chunks_of_ranks,
 )
 from .context_parallel.ulysses import num_sent_heads as num_sent_heads
 from .expert_parallel import SENDS_TO_EXPERTS as SENDS_TO_EXPERTS

@@ -19,7 +19,7 @@ from .checkpoints.resume import (
 from .checkpoints.resume_report import describe_finished as describe_finished
 from .checkpoints.run_lock import LOCK as LOCK, RunLock as RunLock, holder as holder, lock_directory as lock_directory
 from .checkpoints.saver import FinetuneSaver as FinetuneSaver, RunContent as RunContent
-from .config import TrainConfig as TrainConfig, check_inputs as check_inputs, num_micro_batches as num_micro_batches
+from .config import TrainConfig as TrainConfig, num_micro_batches as num_micro_batches
 from .dataset_figures import data_figures as data_figures, describe_streams as describe_streams
 from .finetune_checks import (
     check_combination as check_combination,

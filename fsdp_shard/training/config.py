@@ -319,29 +319,3 @@ def check_held_out(config: TrainConfig, data: DataConfig) -> None:
                 f"train.{name}={value} needs held-out text to evaluate on; set data.eval_path, data.eval_sets or "
                 f"data.eval_fraction."
             )
-
-
-def check_inputs(
-    model: ModelConfig, shard: ShardConfig, train: TrainConfig, *, is_packed: bool, prefix: str = ""
-) -> None:
-    """Raise ConfigError for contradictory settings of the model's inputs.
-
-    Args:
-        model: The settings of the model.
-        shard: The sharding settings.
-        train: The training settings.
-        is_packed: Whether samples hold several documents.
-        prefix: Prefix of the settings in messages.
-    """
-    if train.neftune_alpha is not None and shard.context_parallel > 1:
-        raise ConfigError(
-            f"{prefix}train.neftune_alpha={train.neftune_alpha} cannot be combined with "
-            f"{prefix}shard.context_parallel={shard.context_parallel} yet: the noise depends on the length of whole "
-            f"sequences. Remove one of them."
-        )
-    if is_packed and model.attention == "flash_attention_2" and train.micro_batch_size > 1:
-        raise ConfigError(
-            f"{prefix}data.packing=true with {prefix}model.attention=flash_attention_2 needs {prefix}"
-            f"train.micro_batch_size=1: in a larger batch transformers does not find the boundaries of documents, and "
-            f"they would attend to each other. Or use {prefix}model.attention=sdpa."
-        )

@@ -12,7 +12,13 @@ from fsdp_shard.distributed import is_restarted, uses_gpus, world_sizes
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.checkpoints.run_lock import check_free
-from fsdp_shard.training.config import CombinedSettings, FinetuneSettings, check_held_out, num_micro_batches
+from fsdp_shard.training.config import (
+    CombinedSettings,
+    FinetuneSettings,
+    TrainConfig,
+    check_held_out,
+    num_micro_batches,
+)
 from fsdp_shard.training.held_out.sample_completions import check_samples
 from fsdp_shard.training.load_model import check_adapter_mesh, check_chunked_loss, chunk_loss, match_weights
 from fsdp_shard.training.logging.loss_plot import check_plots
@@ -90,6 +96,7 @@ def check_combination(
     if train.tf32 and not on_gpu:
         raise ConfigError("train.tf32=true has no effect: the ranks of this run are on the CPU. Remove it.")
     check_objective(settings.objective, model, shard, adapter, is_packed=is_packed, is_streamed=is_streamed)
+    _check_inputs(model, shard, train, is_packed=is_packed, is_streamed=is_streamed)
     check_kernels(model.kernels, shard, on_gpu=on_gpu)
     check_chunked_loss(model, shard)
     settings.optim.check_installed()
@@ -99,6 +106,30 @@ def check_combination(
     if train.ema_decay is not None and adapter.init in PRINCIPAL:
         raise ConfigError(
             f"train.ema_decay cannot be combined with adapter.init={'|'.join(PRINCIPAL)} yet; remove one of them."
+        )
+
+
+def _check_inputs(
+    model: models.ModelConfig, shard: sharding.ShardConfig, train: TrainConfig, *, is_packed: bool, is_streamed: bool
+) -> None:
+    """Raise ConfigError if the samples, or the prompts to complete, contradict other sections."""
+    if train.epochs is not None and is_streamed:
+        raise ConfigError(
+            f"train.epochs={train.epochs:g} cannot be combined with data.streaming=true, because the length of a "
+            f"stream is not known before its end; set train.steps instead."
+        )
+    if train.sample_prompts and model.task != models.CAUSAL:
+        raise ConfigError(f"train.sample_prompts is for model.task={models.CAUSAL}, not {model.task}; remove it.")
+    if train.neftune_alpha is not None and shard.context_parallel > 1:
+        raise ConfigError(
+            f"train.neftune_alpha={train.neftune_alpha} cannot be combined with shard.context_parallel="
+            f"{shard.context_parallel} yet: the noise depends on the length of whole sequences. Remove one of them."
+        )
+    if is_packed and model.attention == "flash_attention_2" and train.micro_batch_size > 1:
+        raise ConfigError(
+            "data.packing=true with model.attention=flash_attention_2 needs train.micro_batch_size=1: in a larger "
+            "batch transformers does not find the boundaries of documents, and they would attend to each other. Or "
+            "use model.attention=sdpa."
         )
 
 
@@ -175,8 +206,6 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resume_fr
         models.check_shared_prompts(model_config, config.model.attention, config.data.window_length)
     sharding.check_context_parallel(model_config, model, config.model, shard, config.data.window_length)
     if config.train.sample_prompts:
-        if task != models.CAUSAL:
-            raise ConfigError(f"train.sample_prompts is for model.task={models.CAUSAL}, not {task}; remove it.")
         check_samples(config, open_tokenizer(), context_length)
     if task == models.SEQ2SEQ:
         decoder_start(model)

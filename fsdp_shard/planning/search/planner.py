@@ -14,7 +14,7 @@ from fsdp_shard.planning.memory import built_model, plan_memory
 from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan
 from fsdp_shard.planning.plan_cache import PlanCache, without_activations, without_loss
 from fsdp_shard.planning.planned_run import PlannedRun
-from fsdp_shard.training import check_combination, check_inputs, check_trained
+from fsdp_shard.training import check_combination, check_trained
 from fsdp_shard.utils import check
 
 
@@ -82,7 +82,6 @@ class Planner:
         if self.check_together is not None:
             self.check_together(run)
         check_combination(run, run.num_ranks, on_gpu=self.on_gpu, is_packed=run.is_packed, is_streamed=run.is_streamed)
-        check_inputs(run.model, run.shard, run.train, is_packed=run.is_packed)
 
     def check_model(self, run: PlannedRun) -> None:
         """Raise an InputError if `finetune` would reject the model with these settings, once `plan` accepted them."""

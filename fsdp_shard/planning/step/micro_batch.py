@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field, replace
 from math import ceil, sqrt
-from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -10,10 +9,11 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard.data import LABELED, PAIRS
+from fsdp_shard.distributed import OnlyRank
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.recording.fake_attention import FULL, PACKED, PADDED
 from fsdp_shard.planning.step.recording.recorder import Recorder
-from fsdp_shard.sharding import ContextRanks, WholeSequence, context_method_of
+from fsdp_shard.sharding import ContextRanks, WholeSequence, chunks_of_ranks, context_method_of
 from fsdp_shard.training import (
     LOSS_CHUNK_BYTES,
     CustomFunctions,
@@ -40,6 +40,13 @@ class _UnshardedModel:
     """An unsharded model in place of the loop's sharded one."""
 
     module: nn.Module
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RankAlone(OnlyRank):
+    """A rank of a step without the others, on the device of fake tensors."""
+
+    device: torch.device = _CPU
 
 
 class _SilentRanks(ContextRanks):
@@ -80,7 +87,7 @@ class _FakeReference:
         self.recorder.is_reference = self.kind == "sharded"
         try:
             with torch.no_grad():
-                return forward_answers(self.model, batch)  # type: ignore[arg-type]  # it has the module
+                return forward_answers(self.model, batch)
         finally:
             self.recorder.is_reference = False
 
@@ -118,15 +125,14 @@ class PlannedBatch:
 
     def prepare(self) -> Any:
         """Compute what the losses of a step share."""
-        context = SimpleNamespace(device=_CPU, all_reduce_=lambda tensor: None)
-        return self.objective.prepare(self.model, [self.batch], self.reference, context)  # type: ignore[arg-type]  # as much of them as it uses
+        return self.objective.prepare(self.model, [self.batch], self.reference, _RankAlone())
 
     def loss(self, shared: Any) -> torch.Tensor:
         """Run the forward pass and return the loss."""
-        divisors, context = torch.ones(self.objective.num_terms), SimpleNamespace(device=_CPU)
-        sums = StepSums(CustomFunctions(), context)  # type: ignore[arg-type]  # of which it uses the device
+        divisors = torch.ones(self.objective.num_terms)
+        sums = StepSums(CustomFunctions(), _RankAlone())
         reference = replace(self.reference, held=[])
-        forward = ForwardPass(self.model, self.batch, divisors, sums, reference, shared)  # type: ignore[arg-type]  # it has the module
+        forward = ForwardPass(self.model, self.batch, divisors, sums, reference, shared)
         return self.objective.terms(forward).sum()
 
 
@@ -253,7 +259,7 @@ def _batch(model: PreTrainedModel, size: BatchSize) -> DeviceBatch:
     method = context_method_of(model)
     if method is None:
         return DeviceBatch(inputs, labels, label_positions)
-    ranks = _SilentRanks.of(SimpleNamespace(num_context_ranks=num_parts, rank=0, context_group=None), method)  # type: ignore[arg-type]  # as much of a context as it uses
+    ranks = _SilentRanks(chunks_of_ranks(num_parts, method))
     whole = torch.zeros((num_rows, length * num_parts), dtype=torch.long)
     inputs |= {name: torch.ones((num_rows, length), dtype=torch.long) for name in ("position_ids", "attention_mask")}
     return DeviceBatch(inputs, labels, label_positions, sequence=WholeSequence(ranks, whole))

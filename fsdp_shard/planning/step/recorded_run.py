@@ -95,7 +95,7 @@ class RecordedRun:
         """Record a micro-batch of the model that `build` returned.
 
         Raises:
-            Any of CANNOT_RUN: It does not run on fake tensors.
+            Any of CANNOT_TRAIN: It does not run on fake tensors.
         """
         # `model.chunked_loss` has decided on the head, and is not read again.
         recorded = replace(self, model=without_loss(self.model))

@@ -18,7 +18,7 @@ from fsdp_shard.planning.step.micro_batch import batch_bytes
 from fsdp_shard.planning.step.recorded_run import RecordedRun
 from fsdp_shard.planning.step.recording.events import DONE, LOSS, Event, Recordings
 from fsdp_shard.planning.step.recording.fake_attention import layer_mask_bytes
-from fsdp_shard.planning.step.recording.record_passes import CANNOT_RUN, what_failed
+from fsdp_shard.planning.step.recording.record_passes import CANNOT_TRAIN, what_failed
 from fsdp_shard.planning.step.shard_state import RankPart
 from fsdp_shard.planning.step.simulators.registry import SIMULATORS
 from fsdp_shard.planning.step.simulators.step_simulator import StepRules, StepSimulator
@@ -87,7 +87,7 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, cache: 
     model, has_loss_head = recorded.build(config, cache)
     try:
         recordings = recorded.record(model, has_loss_head, cache)
-    except CANNOT_RUN as error:
+    except CANNOT_TRAIN as error:
         return SimulatedStep((*before,), problem=what_failed(error))
     if run.on_gpu and run.objective.is_cross_entropy and not has_loss_head:
         recordings = _with_chunks_of_gpus(recordings, part.model, run)

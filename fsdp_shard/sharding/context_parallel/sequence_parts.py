@@ -42,8 +42,7 @@ class ContextRanks:
     def of(cls, context: DistributedContext, method: str) -> Self:
         """Return the ranks that share sequences with the rank of `context`, for `ulysses` or `ring`."""
         num_ranks = context.num_context_ranks
-        chunks = contiguous_chunks(num_ranks) if method == ULYSSES else zigzag_chunks(num_ranks)
-        return cls(chunks, context.rank % num_ranks, context.context_group)
+        return cls(chunks_of_ranks(num_ranks, method), context.rank % num_ranks, context.context_group)
 
     @property
     def num_ranks(self) -> int:
@@ -133,6 +132,11 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         by_chunk = gradient.chunk(ctx.ranks.num_chunks, dim=1)
         return torch.cat([by_chunk[chunk] for chunk in ctx.ranks.chunks[ctx.ranks.rank]], dim=1), None
+
+
+def chunks_of_ranks(num_ranks: int, method: str) -> tuple[tuple[int, ...], ...]:
+    """The chunks of each rank for `ulysses` or `ring`."""
+    return contiguous_chunks(num_ranks) if method == ULYSSES else zigzag_chunks(num_ranks)
 
 
 def contiguous_chunks(num_ranks: int) -> tuple[tuple[int, ...], ...]:

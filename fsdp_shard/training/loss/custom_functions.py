@@ -14,13 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.utils import nearest
@@ -100,7 +99,7 @@ class CustomFunctions:
             if function is not None and not callable(function):
                 raise ConfigError(f"run.functions.{kind} is {function!r}, expected a function; set one, or None.")
 
-    def agree(self, names: list[str], context: DistributedContext) -> list[str]:
+    def agree(self, names: list[str], context: StepRanks) -> list[str]:
         """Return the names of the metrics, in the same order on all ranks. The first call is a collective.
 
         Raises:
@@ -116,6 +115,24 @@ class CustomFunctions:
         return self.names
 
 
+class StepRanks(Protocol):
+    """What the loss of a step may use of the ranks that take it; a plan has a rank without the others."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    def all_reduce_(self, tensor: torch.Tensor) -> None:
+        """Replace `tensor` by its sum over the ranks."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return `value` of every rank, in rank order, on every rank."""
+
+
 class StepSums:
     """Accumulates, on the device, sums and counts from the functions over a step's or evaluation's micro-batches.
 
@@ -124,7 +141,7 @@ class StepSums:
         context: The ranks that take the step.
     """
 
-    def __init__(self, functions: CustomFunctions, context: DistributedContext) -> None:
+    def __init__(self, functions: CustomFunctions, context: StepRanks) -> None:
         self._functions, self._context = functions, context
         self._count: torch.Tensor | None = None  # float64 []
         self._metrics: dict[str, torch.Tensor] = {}  # sum and count, float64 [2]

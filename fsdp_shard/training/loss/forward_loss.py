@@ -3,14 +3,14 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from fsdp_shard.data import NUM_PARTS, PROMPT_PART
 from fsdp_shard.models import head_returns_answer_scores, model_run_errors, shared_prompt_masks
-from fsdp_shard.sharding import ShardedModel, attention_over, transformers_model
+from fsdp_shard.sharding import attention_over, transformers_model
 from fsdp_shard.training.loss.cross_entropy import cross_entropy
 from fsdp_shard.training.loss.custom_functions import StepSums
 from fsdp_shard.training.loss.device_batch import DeviceBatch, OwnPart
@@ -19,8 +19,16 @@ from fsdp_shard.training.loss.log_probs import LabelLogProbs
 from fsdp_shard.training.loss.row_values import RowFunction, rows_of_logits
 
 
+class WrappedModel(Protocol):
+    """What a forward pass uses of a `ShardedModel`; that of a plan is not sharded."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The model in its wrapper, if it has one."""
+
+
 def forward_loss(
-    model: ShardedModel, batch: DeviceBatch, divisor: float | torch.Tensor, sums: StepSums | None = None
+    model: WrappedModel, batch: DeviceBatch, divisor: float | torch.Tensor, sums: StepSums | None = None
 ) -> torch.Tensor:
     """Run the forward pass and return the summed loss of a batch divided by `divisor`, a float32 scalar in nats.
 
@@ -44,7 +52,7 @@ def forward_loss(
     return output.logits.reshape(()) if is_loss else cross_entropy(output.logits, batch.labels, divisor)
 
 
-def forward_log_probs(model: ShardedModel, batch: DeviceBatch) -> torch.Tensor:
+def forward_log_probs(model: WrappedModel, batch: DeviceBatch) -> torch.Tensor:
     """Run the forward pass of a causal model and return the log-probability of each label.
 
     Returns:
@@ -91,12 +99,12 @@ def _forward_own_rows(module: nn.Module, batch: DeviceBatch, own: OwnPart, funct
     return whole[:, :length].reshape(num_rows * length, -1)
 
 
-def forward_answers(model: ShardedModel, batch: DeviceBatch) -> torch.Tensor:
+def forward_answers(model: WrappedModel, batch: DeviceBatch) -> torch.Tensor:
     """Run the forward pass of a causal model and return the log-probability of each answer, float32 [num_answers]."""
     return batch.answer_sums(forward_log_probs(model, batch))
 
 
-def forward_scores(model: ShardedModel, batch: DeviceBatch) -> torch.Tensor:
+def forward_scores(model: WrappedModel, batch: DeviceBatch) -> torch.Tensor:
     """Run the forward pass of a model with one output and return that output for each answer, float32 [num_answers]."""
     module = model.module
     inside = None if batch.packed is None else transformers_model(module)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     import torch
 
     from fsdp_shard.data import Batch
-    from fsdp_shard.distributed import DistributedContext
-    from fsdp_shard.sharding import ShardedModel
+    from fsdp_shard.training.loss.custom_functions import StepRanks
     from fsdp_shard.training.loss.device_batch import DeviceBatch
+    from fsdp_shard.training.loss.forward_loss import WrappedModel
 
 
 @dataclass
@@ -51,10 +51,10 @@ class KtoConfig(ReferenceConfig):
 
     def prepare(
         self,
-        model: ShardedModel,
+        model: WrappedModel,
         batches: Iterable[DeviceBatch],
         reference: Reference | None,
-        context: DistributedContext,
+        context: StepRanks,
     ) -> torch.Tensor:
         """Return the KL over all batches of all ranks, a scalar; a collective."""
         import torch

@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     import torch
 
     from fsdp_shard.data import Batch
-    from fsdp_shard.distributed import DistributedContext
-    from fsdp_shard.sharding import ShardedModel
-    from fsdp_shard.training.loss.custom_functions import StepSums
+    from fsdp_shard.training.loss.custom_functions import StepRanks, StepSums
     from fsdp_shard.training.loss.device_batch import DeviceBatch
     from fsdp_shard.training.loss.distillation import Targets
+    from fsdp_shard.training.loss.forward_loss import WrappedModel
 
 
 class Reference(Protocol):
@@ -56,7 +55,7 @@ class ForwardPass:
         shared: Result of `ObjectiveConfig.prepare`, shared by all passes of the step.
     """
 
-    model: ShardedModel
+    model: WrappedModel
     batch: DeviceBatch
     divisors: torch.Tensor
     sums: StepSums
@@ -131,10 +130,10 @@ class ObjectiveConfig:
 
     def prepare(
         self,
-        model: ShardedModel,
+        model: WrappedModel,
         batches: Iterable[DeviceBatch],
         reference: Any,
-        context: DistributedContext,
+        context: StepRanks,
     ) -> Any:
         """Compute, without gradients, a value shared by the losses of a step; most objectives have none.
 

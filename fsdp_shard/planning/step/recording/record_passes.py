@@ -52,6 +52,9 @@ from fsdp_shard.utils import (
 
 # Errors of models that cannot run without values: they take no text, or their control flow depends on values.
 CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, KeyError)
+# The same in the passes of an objective: it turns what a forward pass raises into a ModelError, and its backward pass
+# is torch's. So an AttributeError is one of ours, and not of the model.
+CANNOT_TRAIN = (RuntimeError, ModelError)
 
 
 class ExtraPasses(Protocol):
@@ -107,7 +110,7 @@ def record_passes(
         The recordings of one micro-batch.
 
     Raises:
-        Any of CANNOT_RUN: It does not run on fake tensors.
+        Any of CANNOT_TRAIN: It does not run on fake tensors.
     """
     blocks = [block.fqn for block in no_split_blocks(model, settings.blocks) if block.repeated]
     recomputed = recomputed_fqns(blocks, settings.activation_checkpointing)
@@ -129,7 +132,7 @@ def record_passes(
             unit = by_fqn.get(fqn)
             names = [] if unit is None else [name for name in unit.parameters if not name.startswith(inside)]
             params = [model.get_parameter(name) for name in names]
-            _watch(model, recorder, settings, fqn, unit, params, is_uncast=fqn in uncast)
+            _Watch(recorder, settings, fqn, unit, params, is_uncast=fqn in uncast).begin(model.get_submodule(fqn))
         for param in model.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(recorder.accumulated)
@@ -249,65 +252,78 @@ def _make_fake(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> Non
     replace_tensors(model, fake)
 
 
-def _watch(
-    model: nn.Module,
-    recorder: Recorder,
-    settings: ShardConfig,
-    fqn: str,
-    unit: Unit | None,
-    params: Sequence[nn.Parameter],
-    *,
-    is_uncast: bool,
-) -> None:
-    """Make the recorder mark when a module is entered and left in both passes, and cast as its wrapper does.
+class _Watch:
+    """Makes the recorder mark when a module is entered and left in both passes, and casts as its wrapper does.
 
-    `params` are the unit's parameters outside of skipped blocks: only those get gradients.
+    Args:
+        recorder: Receives the marks.
+        settings: The sharding settings.
+        fqn: The FQN of the module.
+        unit: The unit that it is, if any.
+        params: The unit's parameters outside of skipped blocks: only those get gradients.
+        is_uncast: Whether the inputs of the unit keep their dtypes.
     """
-    module = model.get_submodule(fqn)
-    trained = {id(param) for param in params if param.requires_grad}
-    casts = settings.is_sharded and unit is not None and not unit.is_bytes and not is_uncast
-    by_gradients = settings.flattens_units and bool(trained)
 
-    def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        recorder.mark(PRE_FORWARD, fqn)
-        if casts and unit is not None:
-            args, kwargs = (_cast(value, getattr(torch, unit.dtype)) for value in (args, kwargs))
+    def __init__(
+        self,
+        recorder: Recorder,
+        settings: ShardConfig,
+        fqn: str,
+        unit: Unit | None,
+        params: Sequence[nn.Parameter],
+        is_uncast: bool,
+    ) -> None:
+        self._recorder, self._fqn = recorder, fqn
+        self._input_dtype: torch.dtype | None = None
+        self._output_dtype: torch.dtype | None = None
+        if settings.is_sharded and unit is not None and not unit.is_bytes and not is_uncast:
+            self._input_dtype = getattr(torch, unit.dtype)
+            self._output_dtype = getattr(torch, settings.param_dtype) if unit.dtype != settings.param_dtype else None
+        trained = [param for param in params if param.requires_grad]
+        # A flat unit's backward pass ends with the gradients of its parameters, that of others with those of inputs.
+        self._with_gradient = trained if settings.flattens_units else []
+        self._without_gradient = {id(param) for param in self._with_gradient}
+
+    def begin(self, module: nn.Module) -> None:
+        """Watch `module` from now on."""
+        module.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
+        module.register_forward_hook(self._post_forward)
+        for param in self._with_gradient:
+            param.register_post_accumulate_grad_hook(self._recorder.accumulated)
+            param.register_post_accumulate_grad_hook(self._post_backward)
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._recorder.mark(PRE_FORWARD, self._fqn)
+        if self._input_dtype is not None:
+            args, kwargs = _cast(args, self._input_dtype), _cast(kwargs, self._input_dtype)
         leaves = tree_leaves((args, kwargs))
         needing = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if by_gradients or not needing or not torch.is_grad_enabled():
+        if self._with_gradient or not needing or not torch.is_grad_enabled():
             return args, kwargs
-        made = iter(_Finish.apply(partial(recorder.mark, POST_BACKWARD, fqn), *needing))  # type: ignore[no-untyped-call]  # untyped in torch
+        finished = partial(self._recorder.mark, POST_BACKWARD, self._fqn)
+        made = iter(_Finish.apply(finished, *needing))  # type: ignore[no-untyped-call]  # untyped in torch
         return tuple(_with_new(value, made) for value in args), {k: _with_new(v, made) for k, v in kwargs.items()}
 
-    def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
-        if casts and unit is not None and unit.dtype != settings.param_dtype:
-            output = _cast(output, getattr(torch, settings.param_dtype))
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._output_dtype is not None:
+            output = _cast(output, self._output_dtype)
         begun: list[bool] = []
 
         def pre_backward(gradient: torch.Tensor) -> None:
-            if not begun:
+            if not begun:  # by another tensor of this output
                 begun.append(True)
-                recorder.mark(PRE_BACKWARD, fqn)
+                self._recorder.mark(PRE_BACKWARD, self._fqn)
 
         for tensor in tensors_in(output):
             if tensor.requires_grad and torch.is_grad_enabled():
                 tensor.register_hook(pre_backward)
-        recorder.mark(POST_FORWARD, fqn)
+        self._recorder.mark(POST_FORWARD, self._fqn)
         return output
 
-    left = set(trained)
-
-    def post_backward(param: torch.Tensor) -> None:
-        left.discard(id(param))
-        if not left:
-            recorder.mark(POST_BACKWARD, fqn)
-
-    module.register_forward_pre_hook(pre_forward, with_kwargs=True)
-    module.register_forward_hook(post_forward)
-    for param in params if by_gradients else ():
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(recorder.accumulated)
-            param.register_post_accumulate_grad_hook(post_backward)
+    def _post_backward(self, param: torch.Tensor) -> None:
+        self._without_gradient.discard(id(param))
+        if not self._without_gradient:
+            self._recorder.mark(POST_BACKWARD, self._fqn)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -8,17 +8,38 @@ from fsdp_shard.planning.step.unit_bytes import UnitBytes
 
 
 class Fsdp2Simulator(FsdpSimulator):
-    """`fully_shard`."""
+    """`fully_shard`.
+
+    Its state is that of torch's code. A key is a unit of the model or of its reference; where a set has units, they are
+    FQNs of the model's. Each bullet says what is in it, from when, and until when.
+
+    - `gathering`: keys whose gathered parameters are in the output of the all-gather; from `unshard` until `_copy_out`,
+      or until the backward pass ends without using them.
+    - `gathered`: keys whose gathered parameters are in use; from `_copy_out` until `free`.
+    - `pending`: the unit whose all-gather output stays although it was copied; from a forward pass's `_copy_out` until
+      the next one, or until the root or an evaluation ends.
+    - `resharded`: keys that are kept over N ranks, with `reshard_after_forward=N`; from `post_forward` until
+      `_copy_out`.
+    - `stale`: keys that an evaluation left so, as it has no backward pass; from `end_evaluation` until they are
+      resharded again.
+    - `order`: keys as forward passes left them; from `post_forward` until the backward pass ends.
+    - `buffer`: bytes of the last reduction's input; from `post_backward` until the next reduction, or until the
+      backward pass ends.
+    - `accumulated`: units with gradients of earlier micro-batches that are unreduced, in the dtype of the reduction;
+      from `_keep_unreduced` until the `post_backward` that reduces them.
+    - `undivided`: units whose unreduced gradients are whole on each tensor-parallel rank; for as long.
+    - `has_sharded`: units with a reduced gradient; from `receive` on.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.gathering: set[Key] = set()  # all-gathered, but not yet copied out
-        self.resharded: set[Key] = set()  # resharded over N ranks
-        self.stale: set[Key] = set()  # the same after an evaluation, until resharded again
-        self.pending: UnitBytes | None = None  # its all-gather output stays during the next gather
-        self.buffer = 0  # bytes of the last reduction's input
+        self.gathering: set[Key] = set()
+        self.resharded: set[Key] = set()
+        self.stale: set[Key] = set()
+        self.pending: UnitBytes | None = None
+        self.buffer = 0
         self.accumulated: set[str] = set()
-        self.undivided: set[str] = set()  # units whose unreduced gradients are whole on each tensor-parallel rank
+        self.undivided: set[str] = set()
         names = [unit.fqn for unit in self.units if unit.fqn]
         self._position = {name: number for number, name in enumerate(names)}
         self._names = names
