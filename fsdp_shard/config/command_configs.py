@@ -211,20 +211,15 @@ class FinetuneConfig(RunConfig):
         return dispatch_model(source, config, settings, log=log, context=context.without_tensor_parallel())
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError for contradictions with settings that only `finetune` has; others: `check_combination`."""
-        launch, checkpoint = self.launch, self.checkpoint
-        for of in ("teacher", "reference"):
-            budgets = DispatchConfig(max_memory=getattr(self.objective, f"{of}_max_memory", None))
-            DispatchConfig.budgets.of(budgets, f"{prefix}objective.{of}_")
-        if not checkpoint.optimizer and (launch.max_restarts or launch.is_elastic):
-            name = "max_restarts" if launch.max_restarts else "nodes"
+        """Raise ConfigError for settings that contradict each other.
+
+        What `finetune` alone can refuse is here; `check_combination` of `training` has what `plan` refuses, too.
+        """
+        _check_budgets(self.objective, prefix)
+        _check_restarts(self.launch, prefix, saves_optimizer=self.checkpoint.optimizer)
+        if not self.adapter.trains_all and self.checkpoint.max_shard_size != DEFAULT_SHARD_SIZE:
             raise ConfigError(
-                f"{prefix}launch.{name}={getattr(launch, name)} resumes from the last checkpoint, which needs the "
-                f"optimizer state that {prefix}checkpoint.optimizer=false leaves out; remove one of them."
-            )
-        if not self.adapter.trains_all and checkpoint.max_shard_size != DEFAULT_SHARD_SIZE:
-            raise ConfigError(
-                f"{prefix}checkpoint.max_shard_size={checkpoint.max_shard_size} has no effect with an adapter, "
+                f"{prefix}checkpoint.max_shard_size={self.checkpoint.max_shard_size} has no effect with an adapter, "
                 f"which peft loads from a single file; remove it."
             )
         if self.train.epochs is not None and self.data.mixture:
@@ -242,6 +237,23 @@ class FinetuneConfig(RunConfig):
                 f"{prefix}model.chunked_loss=true is for the cross-entropy, and {prefix}loss={self.loss} needs whole "
                 f"logits; remove one of them."
             )
+
+
+def _check_budgets(objective: ObjectiveConfig, prefix: str) -> None:
+    """Raise ConfigError if the memory for a teacher or a reference is malformed."""
+    for of in ("teacher", "reference"):
+        budgets = DispatchConfig(max_memory=getattr(objective, f"{of}_max_memory", None))
+        DispatchConfig.budgets.of(budgets, f"{prefix}objective.{of}_")
+
+
+def _check_restarts(launch: LaunchConfig, prefix: str, *, saves_optimizer: bool) -> None:
+    """Raise ConfigError if ranks that restart would miss the optimizer state."""
+    if not saves_optimizer and (launch.max_restarts or launch.is_elastic):
+        name = "max_restarts" if launch.max_restarts else "nodes"
+        raise ConfigError(
+            f"{prefix}launch.{name}={getattr(launch, name)} resumes from the last checkpoint, which needs the "
+            f"optimizer state that {prefix}checkpoint.optimizer=false leaves out; remove one of them."
+        )
 
 
 @dataclass
@@ -371,6 +383,12 @@ class PlanConfig(RunConfig, PlanSettings):
     def source(self) -> Location:
         """The location that `model.path` leads to, resolved once; weights of a hub id are not downloaded."""
         return locate(self.model.path, self.model.gguf_file, fetch_weights=False)
+
+    def check(self, prefix: str) -> None:
+        """Raise ConfigError for what `finetune` refuses about ranks and budgets, after the checks of the settings."""
+        super().check(prefix)
+        _check_budgets(self.objective, prefix)
+        _check_restarts(self.launch, prefix, saves_optimizer=self.checkpoint.optimizer)
 
 
 @dataclass

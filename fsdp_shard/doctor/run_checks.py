@@ -155,7 +155,12 @@ def _what_would_fit(config: FinetuneConfig, free_bytes: int, *, on_gpu: bool) ->
 
     host = HostMemory(inference.free_cpu_bytes(), num_local_ranks(config.launch))
     planner = Planner(
-        model_config(config), on_gpu=on_gpu, check_together=check_together, max_plans=_MAX_PLANS, host=lambda run: host
+        model_config(config),
+        on_gpu=on_gpu,
+        check_together=check_together,
+        max_plans=_MAX_PLANS,
+        host=lambda run: host,
+        nodes=(config.launch.min_nodes, config.launch.max_nodes),
     )
     given, starts = chosen_settings(config), _resumed_step(config) is None
     stays = {"launch.ranks", *switched_off(config)}

@@ -22,6 +22,7 @@ from .checkpoints.saver import FinetuneSaver as FinetuneSaver, RunContent as Run
 from .config import TrainConfig as TrainConfig, num_micro_batches as num_micro_batches
 from .dataset_figures import data_figures as data_figures, describe_streams as describe_streams
 from .finetune_checks import (
+    check_architecture as check_architecture,
     check_combination as check_combination,
     check_finetune as check_finetune,
     check_trained as check_trained,
@@ -68,6 +69,7 @@ from .model_origin import (
     check_classifier as check_classifier,
     collect_model_files as collect_model_files,
     data_task as data_task,
+    decoder_start as decoder_start,
     model_source as model_source,
     origin_config as origin_config,
 )
@@ -82,6 +84,7 @@ from .objectives.reference_model import (
     add_reference as add_reference,
 )
 from .objectives.registry import OBJECTIVES as OBJECTIVES
+from .objectives.teachers.teacher_checks import check_teacher_config as check_teacher_config
 from .optim.adamw8bit import AdamW8bitConfig as AdamW8bitConfig
 from .optim.build import build_optimizer as build_optimizer
 from .optim.config import OptimConfig as OptimConfig

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import checkpoint, data, models, sharding
 from fsdp_shard.distributed import is_restarted, uses_gpus, world_sizes
@@ -33,6 +33,7 @@ from fsdp_shard.training.model_origin import (
     model_source,
     origin_config,
 )
+from fsdp_shard.training.objectives.objective import ObjectiveConfig
 from fsdp_shard.training.objectives.objective_checks import check_objective
 from fsdp_shard.training.objectives.teachers.teacher_checks import check_same_teacher, check_teacher
 from fsdp_shard.training.optim.ema import check_average
@@ -180,11 +181,8 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resume_fr
     task, shard, adapter = config.model.task, config.shard, config.adapter
     model_config = origin_config(config.model, source)
     models.check_model_task(model_config, task)
-    if task == models.CAUSAL:
-        models.check_left_to_right(model_config)
+    check_architecture(model_config, task, config.objective)
     checkpoint.check_loadable(source.model_index)
-    if task == models.SEQUENCE_CLASSIFICATION:
-        check_classifier(model_config, is_reward_model=config.objective.name == "reward")
     packs_pairs = config.data.packing and config.objective.samples == data.PAIRS
     if config.data.packing and not packs_pairs:
         models.check_packing(model_config, config.model.attention)
@@ -216,6 +214,20 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resume_fr
     config.optim.check_parameters([name for name, _ in model.named_parameters(remove_duplicate=False)])
     check_trained(model, shard)
     chunk_loss(model, config.model, shard, any_vocabulary=not config.objective.is_cross_entropy)
+
+
+def check_architecture(model: PretrainedConfig, task: str, objective: ObjectiveConfig) -> None:
+    """Raise ModelError if a model of this kind cannot learn the task, whatever its weights.
+
+    Args:
+        model: Its config, which `check_model_task` accepts.
+        task: The value of `model.task`.
+        objective: The objective.
+    """
+    if task == models.CAUSAL:
+        models.check_left_to_right(model)
+    if task == models.SEQUENCE_CLASSIFICATION:
+        check_classifier(model, is_reward_model=objective.name == "reward")
 
 
 def _check_lora(

@@ -60,6 +60,24 @@ def test_every_preset_composes(command: str, group: str, option: str) -> None:
     assert chosen != plain, "a preset that changes nothing"
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (
+            "objective=dpo objective.reference=dispatched objective.reference_max_memory={cpu:lots}",
+            "objective.reference_max_memory.cpu=lots is not a size",
+        ),
+        (
+            "launch.nodes=1:2 launch.rendezvous=a:1 checkpoint.optimizer=false",
+            "launch.nodes=1:2 resumes from the last checkpoint",
+        ),
+    ],
+)
+def test_a_plan_refuses_what_training_refuses_at_once(typed: str, said: str) -> None:
+    for command in ("finetune", "plan"):
+        assert said in refusal(command, *typed.split())
+
+
 def test_every_file_under_conf_is_reached() -> None:
     paths = [
         file.relative_to(shipped_directory("conf")) for file in shipped_directory("conf").rglob("*") if file.is_file()

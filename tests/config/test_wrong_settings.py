@@ -79,11 +79,6 @@ from tests.config.composed import refusal
         ("experiment=small_cpu train.epochs=3", "such as train.steps=null."),
         ("train.epochs=many", "train.epochs=many is not a number."),
         (
-            "train.epochs=0.5 data.streaming=true",
-            "train.epochs=0.5 cannot be combined with data.streaming=true, because the length of a stream is not known "
-            "before its end; set train.steps instead.",
-        ),
-        (
             "train.epochs=3 data.path=??? data.mixture={a:{path:a.txt}}",
             "train.epochs=3 cannot be combined with data.mixture, because each source of a mixture has epochs of its "
             "own; set train.steps instead.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import (
     AutoConfig,
+    BertConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -37,7 +39,7 @@ from fsdp_shard.planning.search.candidate_changes import memory_savers
 from fsdp_shard.planning.search.make_planner import planned_hardware, planner_for
 from fsdp_shard.planning.search.pareto_front import Front, Point, search_front
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config
-from fsdp_shard.training import OBJECTIVES, AdamWConfig, TrainConfig
+from fsdp_shard.training import OBJECTIVES, AdamWConfig, DistillConfig, TrainConfig
 from fsdp_shard.utils import parse_size
 from tests.support.live_bytes import measure_run
 from tests.support.runs import run_recipe
@@ -489,6 +491,53 @@ def test_packing_is_refused_where_finetune_refuses_it() -> None:
     opt = OPTConfig(architectures=["OPTForCausalLM"], word_embed_proj_dim=32, **sizes)
     with pytest.raises(InputError, match=r"OPTForCausalLM cannot .*Set data\.packing=false"):
         Planner(opt).check_model(run)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("train.epochs=2 data.streaming=true", "train.epochs=2 cannot be combined with data.streaming=true"),
+        ("model.task=masked_lm train.sample_prompts=[hi]", "train.sample_prompts is for model.task=causal_lm"),
+        ("train.neftune_alpha=5 shard.context_parallel=2 launch.ranks=2", "train.neftune_alpha=5.0 cannot be comb"),
+        (
+            "data.packing=true model.attention=flash_attention_2 train.micro_batch_size=2",
+            "flash_attention_2 needs train.micro_batch_size=1",
+        ),
+        ("launch.nodes=2:3 launch.rendezvous=a:1", "1 x 3 data-parallel ranks = 3"),
+    ],
+)
+def test_sections_are_refused_where_finetune_refuses_them(typed: str, said: str) -> None:
+    config = composed(["data.sequence_length=64", *typed.split()])
+    num_ranks = config.launch.num_ranks
+    run = PlannedRun.of(config, 64, num_ranks, on_gpu=False, resumes=False)
+    planner = planner_for(config, llama_config(), run, planned_hardware(config, num_ranks))
+    with pytest.raises(InputError, match=re.escape(said)):
+        planner.check(run)
+
+
+def test_architectures_are_refused_where_finetune_refuses_them(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 257}
+    bert = BertConfig(architectures=["BertLMHeadModel"], intermediate_size=32, **sizes)
+    causal = run_of(composed(["data.sequence_length=64"]))
+    with pytest.raises(InputError, match="attends to later tokens"):
+        Planner(bert).check_model(causal)
+    classifier = BertConfig(
+        architectures=["BertForSequenceClassification"], intermediate_size=32, num_labels=1, **sizes
+    )
+    with pytest.raises(InputError, match="with one class there is nothing to learn"):
+        Planner(classifier).check_model(replace(causal, model=ModelConfig(path="x", task="sequence_classification")))
+    t5 = T5Config(
+        architectures=["T5ForConditionalGeneration"], d_model=32, d_ff=32, d_kv=16, num_layers=1, num_heads=2,
+        vocab_size=257, decoder_start_token_id=None,
+    )  # fmt: skip
+    with pytest.raises(InputError, match="cannot make the decoder's input"):
+        Planner(t5).check_model(replace(causal, model=ModelConfig(path="x", task="seq2seq")))
+    teacher = llama_config()
+    teacher.vocab_size = 300
+    teacher.save_pretrained(tmp_path)
+    distilled = replace(causal, objective=DistillConfig(teacher=str(tmp_path)))
+    with pytest.raises(InputError, match="has a vocabulary of 300 tokens"):
+        Planner(llama_config()).check_model(distilled)
 
 
 @pytest.mark.parametrize("offloads", ["shard.cpu_offload=true", "shard.activation_offload=true"])

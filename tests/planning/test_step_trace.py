@@ -126,6 +126,15 @@ def test_a_trace_has_the_bytes_of_real_ranks(name: str) -> None:
         assert trace.peak_by_phase["forward"] == pytest.approx(real.by_phase["forward"], rel=0.01)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_labeled_answers_are_traced(is_packed: bool) -> None:
+    train = TrainConfig(global_batch_size=8, micro_batch_size=4)
+    run = planned(objective=OBJECTIVES["kto"](), is_packed=is_packed, sequence_length=64, train=train)
+    trace = trace_step(tiny(), run)
+    assert trace.peak_bytes <= (plan_memory(tiny(), run).per_rank[0].peak_bytes or 0) <= 1.03 * trace.peak_bytes
+
+
 @pytest.fixture(scope="module")
 def traced() -> StepTrace:
     return trace_step(tiny(), planned())

@@ -35,7 +35,7 @@ from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.models import SEQ2SEQ, ModelConfig
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig
 from fsdp_shard.training.config import TrainConfig
-from fsdp_shard.training.finetune_checks import check_model
+from fsdp_shard.training.finetune_checks import check_combination, check_model
 from fsdp_shard.training.load_model import load_sharded, match_weights
 from fsdp_shard.training.model_origin import (
     check_classifier,
@@ -68,6 +68,18 @@ GOOD = FinetuneConfig(model=ModelConfig(path="x"), data=DataConfig(path="y"))
             {"adapter": LoraConfig(), "checkpoint": CheckpointConfig(layout="gathered", max_shard_size="1GB")},
             r"checkpoint\.max_shard_size=1GB has no effect with an adapter",
         ),
+        ({"data": DataConfig(path="y", eval_split="test")}, r"data\.eval_split=test is for data\.eval_path"),
+    ],
+)
+def test_settings_of_several_sections(changes: dict[str, Any], words: str) -> None:
+    check(GOOD)
+    with pytest.raises(ConfigError, match=words):
+        check(replace(GOOD, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
         (
             {
                 "model": ModelConfig(path="x", attention="flash_attention_2"),
@@ -76,13 +88,22 @@ GOOD = FinetuneConfig(model=ModelConfig(path="x"), data=DataConfig(path="y"))
             },
             r"data\.packing=true with model\.attention=flash_attention_2 needs train\.micro_batch_size=1",
         ),
-        ({"data": DataConfig(path="y", eval_split="test")}, r"data\.eval_split=test is for data\.eval_path"),
+        (
+            {"data": DataConfig(path="y", streaming=True), "train": TrainConfig(epochs=0.5)},
+            r"train\.epochs=0\.5 cannot be combined with data\.streaming=true, because the length of a stream is not "
+            r"known before its end; set train\.steps instead\.",
+        ),
+        (
+            {"model": ModelConfig(path="x", task="masked_lm"), "train": TrainConfig(sample_prompts=["hi"])},
+            r"train\.sample_prompts is for model\.task=causal_lm, not masked_lm; remove it\.",
+        ),
     ],
 )
-def test_settings_of_several_sections(changes: dict[str, Any], words: str) -> None:
-    check(GOOD)
+def test_settings_of_several_sections_that_a_plan_has_too(changes: dict[str, Any], words: str) -> None:
+    config = replace(GOOD, **changes)
+    check(config)
     with pytest.raises(ConfigError, match=words):
-        check(replace(GOOD, **changes))
+        check_combination(config, 1, on_gpu=False, is_packed=config.data.packing, is_streamed=config.data.streaming)
 
 
 SIZES: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 300}

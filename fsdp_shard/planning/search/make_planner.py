@@ -43,7 +43,8 @@ def planner_for(
             check_budgets(candidate.objective, candidate.num_ranks // config.launch.min_nodes)
 
     on_gpu = "cpu" not in (config.launch.device, config.device.planned_kind)  # else the plan is for GPUs elsewhere
-    planner = Planner(model_config, on_gpu=on_gpu, check_together=check_together, host=host)
+    nodes = config.launch.min_nodes, config.launch.max_nodes
+    planner = Planner(model_config, on_gpu=on_gpu, check_together=check_together, host=host, nodes=nodes)
 
     def seconds(candidate: PlannedRun) -> float | None:
         found = step_time(planner.cost(candidate), planned_hardware(config, candidate.num_ranks))

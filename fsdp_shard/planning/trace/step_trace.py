@@ -402,7 +402,7 @@ class _Samples(data.Dataset):
     def sample(self, position: int) -> data.Sample:
         length, compares = self.sequence_length, self._run.objective.samples != data.ROWS
         if compares and self._run.is_packed:
-            return self._packed_pair()
+            return self._packed_answers() if self._run.objective.samples == data.LABELED else self._packed_pair()
         rows = (2,) if compares else ()
         tokens = np.zeros((*rows, length), np.int64)
         labels = np.zeros((*rows, self._run.target_length or length), np.int64)
@@ -413,8 +413,18 @@ class _Samples(data.Dataset):
             labels = np.zeros(rows, np.int64)
         if self._run.mask_fraction is not None:
             labels[ceil(length * self._run.mask_fraction) :] = data.IGNORE_INDEX
-        extras = {} if not rows else {name: np.zeros(2, np.float32) for name in ("reference_log_probs", "desirable")}
+        extras = {"reference_log_probs": np.zeros(2, np.float32)} if compares else {}
+        if self._run.objective.samples == data.LABELED:
+            extras["desirable"] = np.zeros((), np.float32)
         return data.Sample(inputs, labels, decoder_start=0 if self._decodes else None, extras=extras)
+
+    def _packed_answers(self) -> data.Sample:
+        """An answer without a prompt that fills its row, and another one in the other row."""
+        tokens = np.zeros((2, self.sequence_length), np.int64)
+        inputs = {"input_ids": tokens, "position_ids": np.tile(np.arange(self.sequence_length), (2, 1))}
+        extras = {"reference_log_probs": np.zeros((1, 2), np.float32), "desirable": np.zeros(1, np.float32)}
+        segments = np.repeat([[data.CHOSEN_PART], [data.REJECTED_PART]], self.sequence_length, axis=1)
+        return data.Sample(inputs, tokens, extras=extras, segments=segments)
 
     def _packed_pair(self) -> data.Sample:
         """A pair without a prompt, whose answers fill a row."""

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
+from transformers import PretrainedConfig
+
 from fsdp_shard import checkpoint, models
 from fsdp_shard.errors import CheckpointError, ConfigError, InputError
 from fsdp_shard.training.config import FinetuneSettings
@@ -24,26 +26,13 @@ def check_teacher(config: FinetuneSettings, source: checkpoint.Location) -> None
         return
     teacher, trust = distill.source, config.model.trust_remote_code
     named = f"objective.teacher={distill.teacher}"
+    student, length = models.load_config(source.config_directory, trust), config.data.window_length
+    check_teacher_config(distill, teacher, config.model, student, length, is_packed=config.data.packing)
     try:
-        own = models.load_config(teacher.config_directory, trust)
-        models.check_causal(own)
-        models.check_left_to_right(own)
         checkpoint.check_loadable(teacher.model_index)
-        if config.data.packing:
-            models.check_packing(own)
-        advice = "set at most that, or choose another teacher"
-        models.context_length_of(own, trust).check(
-            f"data.sequence_length={config.data.window_length}", config.data.window_length, advice
-        )
         ids = models.load_tokenizer(teacher.tokenizer_directory, trust, can_be_named=False).get_vocab()
     except InputError as error:
         raise type(error)(f"{named}: {error}") from error
-    sizes = [each.get_text_config().vocab_size for each in (own, models.load_config(source.config_directory, trust))]
-    if sizes[0] != sizes[1]:
-        raise ConfigError(
-            f"{named} has a vocabulary of {sizes[0]} tokens, and {config.model.path} one of {sizes[1]}: a student "
-            f"learns from the probabilities of the same tokens. Choose a teacher of the same family."
-        )
     for token, number in models.load_tokenizer(source.tokenizer_directory, trust).get_vocab().items():
         if (other := ids.get(token)) != number:
             has = f"does not have the token {token!r}" if other is None else f"has the token {token!r} as {other}"
@@ -51,9 +40,51 @@ def check_teacher(config: FinetuneSettings, source: checkpoint.Location) -> None
                 f"{named} {has}, which is {number} in the tokenizer of {config.model.path}: a student learns from the "
                 f"probabilities of the same tokens. Choose a teacher of the same family."
             )
-    if distill.top_k is not None and distill.top_k > sizes[0]:
+
+
+def check_teacher_config(
+    distill: DistillConfig,
+    teacher: checkpoint.Location,
+    model: models.ModelConfig,
+    student: PretrainedConfig,
+    sequence_length: int,
+    *,
+    is_packed: bool,
+) -> None:
+    """Check what the config.json of a teacher shows: whether it suits the task, the samples and the student.
+
+    Args:
+        distill: The settings of the objective.
+        teacher: The location of the teacher.
+        model: The settings of the student.
+        student: Its config.
+        sequence_length: Number of tokens of a sample.
+        is_packed: Whether samples hold several documents.
+
+    Raises:
+        InputError: The teacher cannot be used; the message names the setting.
+    """
+    named = f"objective.teacher={distill.teacher}"
+    try:
+        own = models.load_config(teacher.config_directory, model.trust_remote_code)
+        models.check_causal(own)
+        models.check_left_to_right(own)
+        if is_packed:
+            models.check_packing(own)
+        advice = "set at most that, or choose another teacher"
+        context_length = models.context_length_of(own, model.trust_remote_code)
+        context_length.check(f"data.sequence_length={sequence_length}", sequence_length, advice)
+    except InputError as error:
+        raise type(error)(f"{named}: {error}") from error
+    size, other = (each.get_text_config().vocab_size for each in (own, student))
+    if size != other:
         raise ConfigError(
-            f"objective.top_k={distill.top_k} is more than the {sizes[0]} tokens of the vocabulary; set null for all."
+            f"{named} has a vocabulary of {size} tokens, and {model.path} one of {other}: a student learns from the "
+            f"probabilities of the same tokens. Choose a teacher of the same family."
+        )
+    if distill.top_k is not None and distill.top_k > size:
+        raise ConfigError(
+            f"objective.top_k={distill.top_k} is more than the {size} tokens of the vocabulary; set null for all."
         )
 
 
