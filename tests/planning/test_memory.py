@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -453,6 +454,19 @@ def test_of_a_quantized_base_the_bytes_are_counted(wrapper: str) -> None:
     assert found.blocks[1].num_bytes < plain.blocks[1].num_bytes / 2
     sums = [sum(rank.optimizer_bytes for rank in each.per_rank) for each in (found, plain)]
     assert sums[0] == pytest.approx(sums[1], abs=256)
+
+
+@dataclass
+class _Broken(ObjectiveConfig):
+    """An objective with a mistake of its own."""
+
+    def prepare(self, model: Any, batches: Any, reference: Any, context: Any) -> Any:
+        return context.not_there
+
+
+def test_a_mistake_in_an_objective_is_not_taken_for_a_model_that_cannot_run() -> None:
+    with pytest.raises(AttributeError, match="not_there"):
+        plan(objective=_Broken())
 
 
 def test_host_memory_is_that_per_machine() -> None:

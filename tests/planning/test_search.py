@@ -521,15 +521,15 @@ def test_architectures_are_refused_where_finetune_refuses_them(tmp_path: Path) -
     causal = run_of(composed(["data.sequence_length=64"]))
     with pytest.raises(InputError, match="attends to later tokens"):
         Planner(bert).check_model(causal)
-    classifier = BertConfig(
-        architectures=["BertForSequenceClassification"], intermediate_size=32, num_labels=1, **sizes
-    )
+    one = {"id2label": {0: "a"}, **sizes}
+    classifier = BertConfig(architectures=["BertForSequenceClassification"], intermediate_size=32, **one)
     with pytest.raises(InputError, match="with one class there is nothing to learn"):
         Planner(classifier).check_model(replace(causal, model=ModelConfig(path="x", task="sequence_classification")))
     t5 = T5Config(
         architectures=["T5ForConditionalGeneration"], d_model=32, d_ff=32, d_kv=16, num_layers=1, num_heads=2,
-        vocab_size=257, decoder_start_token_id=None,
+        vocab_size=257,
     )  # fmt: skip
+    assert getattr(t5, "decoder_start_token_id", None) is None
     with pytest.raises(InputError, match="cannot make the decoder's input"):
         Planner(t5).check_model(replace(causal, model=ModelConfig(path="x", task="seq2seq")))
     teacher = llama_config()

@@ -102,8 +102,8 @@ class Planner:
         if task == SEQ2SEQ:
             decoder_start(model)
         if isinstance(objective, DistillConfig):
-            key = objective.teacher, objective.top_k, run.sequence_length, run.is_packed
-            self.cache.get("teacher config", key, lambda: self._check_teacher(objective, run))
+            of_teacher = objective.teacher, objective.top_k, run.sequence_length, run.is_packed
+            self.cache.get("teacher config", of_teacher, lambda: self._check_teacher(objective, run))
         run.optim.check_parameters([name for name, _ in model.named_parameters(remove_duplicate=False)])
         check_trained(model, run.shard)
         if run.is_packed:

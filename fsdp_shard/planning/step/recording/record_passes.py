@@ -17,8 +17,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from fsdp_shard.errors import ModelError
-from fsdp_shard.models import no_split_blocks
+from fsdp_shard.errors import InputError, ModelError
+from fsdp_shard.models import model_run_errors, no_split_blocks
 from fsdp_shard.planning.step.recording.events import (
     DONE,
     END,
@@ -52,9 +52,9 @@ from fsdp_shard.utils import (
 
 # Errors of models that cannot run without values: they take no text, or their control flow depends on values.
 CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, KeyError)
-# The same in the passes of an objective: it turns what a forward pass raises into a ModelError, and its backward pass
-# is torch's. So an AttributeError is one of ours, and not of the model.
-CANNOT_TRAIN = (RuntimeError, ModelError)
+# The same in a micro-batch, where the model's forward and backward passes raise ModelErrors: an AttributeError is then
+# a mistake in an objective.
+CANNOT_TRAIN = (RuntimeError, InputError)
 
 
 class ExtraPasses(Protocol):
@@ -232,7 +232,8 @@ def _run(model: PreTrainedModel, recorder: Recorder, batch: MicroBatch) -> Recor
     prepared = len(recorder.events)
     loss = batch.loss(shared)
     recorder.mark(LOSS, "")
-    loss.backward()
+    with model_run_errors(model):
+        loss.backward()
     recorder.mark(END, "")  # the last gradients are reduced while the loss still holds its graph
     del loss
     recorder.mark(DONE, "")
