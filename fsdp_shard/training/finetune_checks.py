@@ -92,12 +92,12 @@ def check_combination(
         is_streamed: Whether samples are unknown before training.
     """
     model, shard, train, adapter = settings.model, settings.shard, settings.train, settings.adapter
+    _check_inputs(model, shard, train, is_packed=is_packed, is_streamed=is_streamed)
     sharding.check_ranks(shard, num_ranks, on_gpu=on_gpu)
     sharding.check_accumulation(shard, num_micro_batches(train, sharding.num_data_ranks(shard, num_ranks)))
     if train.tf32 and not on_gpu:
         raise ConfigError("train.tf32=true has no effect: the ranks of this run are on the CPU. Remove it.")
     check_objective(settings.objective, model, shard, adapter, is_packed=is_packed, is_streamed=is_streamed)
-    _check_inputs(model, shard, train, is_packed=is_packed, is_streamed=is_streamed)
     check_kernels(model.kernels, shard, on_gpu=on_gpu)
     check_chunked_loss(model, shard)
     settings.optim.check_installed()
