@@ -30,6 +30,7 @@ from fsdp_shard.training.checkpoints.run_lock import RunLock, run_lock
 from fsdp_shard.training.checkpoints.saver import FinetuneSaver, RunContent
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.dataset_figures import data_figures, describe_streams
+from fsdp_shard.training.finetune_checks import check_combination
 from fsdp_shard.training.held_out.sample_completions import sample_completions
 from fsdp_shard.training.load_model import LoadedModel, UnfilledModel, unfilled_model
 from fsdp_shard.training.logging.mfu import trains_every_token, utilization
@@ -87,6 +88,8 @@ def start_run(config: FinetuneSettings) -> Iterator[RunStart]:
     ):
         check_started(launch, context.world_size)
         check_same_settings(context, config)
+        packing, streaming, on_gpu = config.data.packing, config.data.streaming, context.device.type == "cuda"
+        check_combination(config, context.world_size, on_gpu=on_gpu, is_packed=packing, is_streamed=streaming)
         with run_lock(_shared_run_dir(config, context), context) as lock, StopSignal() as stop:
             if context.device.type == "cpu":
                 keep_freed_memory()  # a tenth of a step's time

@@ -215,6 +215,13 @@ def test_a_required_setting_may_be_left_to_another_one(tiny_model: Path) -> None
     assert config.data.path == ""
 
 
+def test_a_run_that_was_not_checked_refuses_sections_that_contradict_each_other(tmp_path: Path) -> None:
+    config = _built("finetune", {"train.epochs": 2.0, "data.streaming": True, "run_dir": str(tmp_path / "run")})
+    config.launch.device = "cpu"
+    with pytest.raises(ConfigError, match=r"train\.epochs=2 cannot be combined with data\.streaming=true"):
+        _start(config)
+
+
 def test_a_config_composed_in_python_is_that_of_the_command_line(tmp_path: Path) -> None:
     @dataclass
     class Own(fs.FinetuneConfig):
