@@ -33,13 +33,6 @@ from .gradients import (
     no_sync as no_sync,
     split_groups_by_mesh as split_groups_by_mesh,
 )
-from .mesh import (
-    check_accumulation as check_accumulation,
-    check_mesh as check_mesh,
-    check_ranks as check_ranks,
-    num_data_ranks as num_data_ranks,
-    num_shards as num_shards,
-)
 from .module_shards import (
     ModuleShards as ModuleShards,
     bare_module as bare_module,
@@ -51,6 +44,13 @@ from .module_shards import (
     transformers_model as transformers_model,
 )
 from .prepare_model import check_dtypes as check_dtypes, check_shardable as check_shardable
+from .rank_counts import (
+    check_accumulation as check_accumulation,
+    check_mesh as check_mesh,
+    check_ranks as check_ranks,
+    num_data_ranks as num_data_ranks,
+    num_shards as num_shards,
+)
 from .registry import (
     WRAPPERS as WRAPPERS,
     DdpConfig as DdpConfig,

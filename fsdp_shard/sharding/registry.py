@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding.config import DTYPES, ShardConfig, ShardedModel
-from fsdp_shard.sharding.mesh import check_ranks
+from fsdp_shard.sharding.rank_counts import check_ranks
 from fsdp_shard.utils import check, nearest, refuse_changed, setting
 
 if TYPE_CHECKING:

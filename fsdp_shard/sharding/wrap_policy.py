@@ -18,7 +18,7 @@ from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.models import Block, no_split_blocks, quantized_weights, tied_names, weights_per_parameter
 from fsdp_shard.sharding.config import Shape, ShardConfig, Unit, itemsize
 from fsdp_shard.sharding.forward_trace import trace_forward
-from fsdp_shard.sharding.mesh import num_shards
+from fsdp_shard.sharding.rank_counts import num_shards
 from fsdp_shard.sharding.routed_lists import is_within, routed_lists, skippable_modules
 from fsdp_shard.utils import format_size, format_table
 

@@ -1,4 +1,4 @@
-"""The arithmetic of the device mesh: how the shard settings divide a number of ranks, and checks that they can."""
+"""How the shard settings divide a number of ranks into shards, replicas and data ranks, and checks that they can."""
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding.config import ShardConfig
