@@ -7,7 +7,11 @@ Where to make changes (every rank runs all of this file):
 - samples at each evaluation: `run.functions.samples = f`, where `f(model)` returns prompts and completions.
 - frozen weights: `unfilled.module.model.embed_tokens.requires_grad_(False)`, before sharding.
 - the optimizer: any torch optimizer over `loaded.model.module.parameters()`; or `build_optimizer` with your own
-  `OptimConfig`, which also separates the parameters with and without weight decay.
+  `OptimConfig`, which also separates the parameters with and without weight decay. Steps keep the tensors of
+  `optimizer.state[param]`; an optimizer with other state is refused.
+- the learning rate: `train.schedule` sets it before each step, so a scheduler of torch is refused. For a schedule of
+  your own, give `train.schedule=constant`, and set `group["initial_lr"]` of each group by `run.state.step`, before the
+  loop and after each step.
 - the sample order: `data.train`; subclass `ShuffledDataset` from `fsdp_shard.data`, override `index_of`, and replace
   `data.train` right after `open_data`.
 - after a step, or before a save: lines in the loop. `log.note` shows a line once; `context.is_main` is true on one

@@ -132,6 +132,7 @@ from .sharded_state.optimizer_state import (
     optimizer_values as optimizer_values,
     plain_tensors as plain_tensors,
     used_parameters as used_parameters,
+    write_back as write_back,
 )
 from .sharded_state.save_step import StepContent as StepContent, save_step as save_step
 from .sharded_state.staging import StagedCopy as StagedCopy, Staging as Staging

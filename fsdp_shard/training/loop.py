@@ -29,7 +29,7 @@ from fsdp_shard.training.loss.custom_functions import CustomFunctions, StepSums
 from fsdp_shard.training.loss.forward_loss import quiet_pass
 from fsdp_shard.training.neftune import noisy_embeddings
 from fsdp_shard.training.objectives.objective import ForwardPass, ObjectiveConfig, Reference, Teacher
-from fsdp_shard.training.optim.build import check_parameters
+from fsdp_shard.training.optim.build import check_parameters, check_steps
 from fsdp_shard.training.optim.ema import WeightAverage
 from fsdp_shard.training.optim.lr_schedule import learning_rate
 from fsdp_shard.training.seeding import derived_seed, seed_all
@@ -59,7 +59,8 @@ class TrainingRun:
         interrupted_by: The signal that stopped the run before its last step, or 0.
 
     Raises:
-        ConfigError: The optimizer is of parameters that the model does not have.
+        ConfigError: The optimizer is of parameters that the model does not have, has no learning rate, or cannot step
+            without a closure.
 
     Example:
         >>> run = TrainingRun(model, optimizer, dataset, TrainConfig(steps=100), context, state)  # doctest: +SKIP
@@ -80,8 +81,10 @@ class TrainingRun:
     reference: Reference | Teacher | None = None
     average: WeightAverage | None = None
     interrupted_by: int = field(default=0, init=False)
+    _rates: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
+        check_steps(self.optimizer)
         check_parameters(self.optimizer, self.model)
         # Each source of a mixture has its own epochs.
         self.state.samples_per_epoch = None if self.dataset.source_names else self.dataset.num_samples
@@ -275,11 +278,24 @@ def _set_learning_rate(run: TrainingRun) -> float:
     """Set the learning rate of each group, and return that of the first.
 
     The peak is the rate with which the group was created, as in torch's schedulers.
+
+    Raises:
+        ConfigError: Something else has set a rate since the last step, which would have no effect.
     """
-    for group in run.optimizer.param_groups:
+    groups = run.optimizer.param_groups
+    for group, rate in zip(groups, run._rates, strict=False):
+        if group["lr"] != rate:
+            raise ConfigError(
+                f"The learning rate of {type(run.optimizer).__name__} was set to {float(group['lr']):g} after step "
+                f"{run.state.step}, and train.schedule sets it again before each step. Remove your own scheduler; for "
+                f"a schedule of your own, set train.schedule=constant and train.warmup_steps=0, and before each step, "
+                f'also the first of a resumed run, group["initial_lr"].'
+            )
+    for group in groups:
         peak = group.setdefault("initial_lr", group["lr"])
         group["lr"] = learning_rate(run.config, peak, run.state.step)
-    return float(run.optimizer.param_groups[0]["lr"])
+    run._rates = [float(group["lr"]) for group in groups]
+    return run._rates[0]
 
 
 def _accumulate(run: TrainingRun, batches: StepBatches, divisors: torch.Tensor, sums: StepSums) -> list[torch.Tensor]:

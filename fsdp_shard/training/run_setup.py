@@ -44,7 +44,7 @@ from fsdp_shard.training.model_identity import check_base_model
 from fsdp_shard.training.model_origin import RunStart, collect_model_files, data_task, model_source
 from fsdp_shard.training.objectives.reference_model import open_reference
 from fsdp_shard.training.objectives.teachers.teacher_checks import check_same_teacher, teacher_record
-from fsdp_shard.training.optim.build import check_rates
+from fsdp_shard.training.optim.build import check_rates, check_steps
 from fsdp_shard.training.optim.ema import average_files, open_average
 from fsdp_shard.training.peft.eva import fill_eva
 from fsdp_shard.training.sample_length import describe_lengths
@@ -197,13 +197,14 @@ def open_run(
 
     Raises:
         ConfigError, CheckpointError: On all ranks: the step was saved with another seed, data or optimizer, or the
-            optimizer is of other parameters.
+            optimizer is of other parameters, has no learning rate, or cannot step without a closure.
 
     Example:
         >>> run = fs.open_run(config, start, loaded, optimizer, data.train)  # doctest: +SKIP
         >>> run.functions.loss = my_loss  # doctest: +SKIP
     """
     context, adapter = start.context, loaded.adapter
+    check_steps(optimizer)
     check_rates(optimizer, has_rates=adapter is not None and adapter.lora_plus is not None)
     state = run_on_main(context, lambda: _open_trainer(config, start, dataset))
     if start.resume_from is not None:

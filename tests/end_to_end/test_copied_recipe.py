@@ -77,6 +77,6 @@ def test_a_state_that_would_be_lost_is_refused(tmp_path: Path) -> None:
     _copy(tmp_path, "counting.py", "Counting")
     done = _run(tmp_path, "counting.py", "run", 2)
     assert done.status == 1
-    assert "Counting keeps " in done.err
-    assert "=2 in its state, which is not a tensor and would be lost in a resume" in done.err
+    assert "Counting cannot be saved: it keeps " in done.err
+    assert "=1 in its state, which is not a tensor and would be lost in a resume" in done.err
     assert not list((tmp_path / "run/checkpoints").glob("step-*"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,17 @@ from tests.support.tiny import llama, token_batch
 class Training:
     """A tiny model that is trained and saved; `told` is what a user would see."""
 
-    def __init__(self, context: DistributedContext, run_dir: Path, wrapper: str = "fsdp2", **settings: Any) -> None:
+    def __init__(
+        self,
+        context: DistributedContext,
+        run_dir: Path,
+        wrapper: str = "fsdp2",
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        **settings: Any,
+    ) -> None:
         self.context, self.told, self.store = context, list[str](), StepStore(run_dir / "checkpoints")
         self.model = sharded(WRAPPERS[wrapper](param_dtype="float32"), context)
-        self.optimizer = torch.optim.AdamW(self.model.module.train().parameters(), lr=1e-2)
+        self.optimizer = optimizer(self.model.module.train().parameters(), lr=1e-2)
         self.state = TrainerState(0, "none")
         loaded = LoadedModel(
             model=self.model, num_params=0, num_blocks=0, aliases=tied_names(llama()), figures=LoadFigures(0, 0, 0, 0)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 import fsdp_shard as fs
 from fsdp_shard.checkpoint import FAULTS
@@ -133,10 +135,18 @@ class _Global(torch.optim.SGD):
         return super().step(closure)
 
 
+class _WithClosure(torch.optim.SGD):
+    """Cannot step without a function that computes the loss."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]  # which is the point
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (torch.optim.LBFGS, "LBFGS cannot be saved as an optimizer: restore.* a step with zero gradients"),
+        (_WithClosure, r"a resume creates its states by .*, and its step\(\) requires a closure"),
+        (torch.optim.LBFGS, "LBFGS cannot be saved as an optimizer: a resume.* a step with zero gradients"),
         (torch.optim.SparseAdam, "SparseAdam cannot be saved .*such as state_of_sparseadam=optimizer"),
         (_Global, "_Global cannot be saved as an optimizer: it has a state under the key 'global'"),
     ],
@@ -309,3 +319,151 @@ def test_an_optimizer_within_another_is_refused(tmp_path: Path) -> None:
 
     for kind, said in zip(("ZeroRedundancyOptimizer", "_Lookahead"), on_ranks(2, work)[0], strict=True):
         assert f"{kind} cannot be saved as an optimizer: there is another optimizer in it" in said
+
+
+def test_states_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    """Only one rank's values were saved."""
+
+    def work(context: DistributedContext) -> list[str]:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(600, 600))
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        model(torch.ones(1, 600)).sum().backward()
+        optimizer.step()
+        weight, own, said = model.module.weight, float(context.rank), []
+        with fs.Checkpointer(tmp_path) as checkpointer:
+            for value in (torch.full_like(weight, own), torch.tensor(own), own):
+                optimizer.state[weight]["error"] = value
+                with pytest.raises(SaveError) as raised:
+                    checkpointer.save(1, model, optimizer)
+                said.append(str(raised.value))
+                checkpointer._has_compared = False
+            optimizer.state[weight]["error"] = torch.ones(3)
+            checkpointer.save(1, model, optimizer)
+        return said
+
+    words = "the ranks differ in the optimizer's states of weight, which are not sharded, and only the value of one"
+    for found in on_ranks(2, work):
+        assert all(words in said for said in found), found
+
+
+class _Columns(torch.optim.Optimizer):
+    """Divides the momentum of square matrices by columns, or keeps each rank's summand of it."""
+
+    def __init__(self, params: Any, *, partial: bool = False) -> None:
+        self.partial = partial
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it has no closure
+        for param in self.param_groups[0]["params"]:
+            gradient = param.grad
+            if isinstance(gradient, DTensor) and param.ndim == 2:
+                gradient = gradient.redistribute(placements=[Shard(1)])
+            momentum = self.state[param].setdefault("momentum", torch.zeros_like(gradient))
+            momentum.mul_(0.9).add_(gradient)
+            if self.partial:
+                self.state[param]["sum"] = DTensor.from_local(gradient.to_local(), param.device_mesh, [Partial()])
+            moved = momentum
+            if isinstance(moved, DTensor):
+                moved = moved.redistribute(placements=param.placements)
+            param.sub_(moved, alpha=0.1)
+
+
+def test_states_are_divided_in_their_own_way(tmp_path: Path) -> None:
+    """Square ones were stored as if they were divided like their parameters."""
+
+    def trained(context: DistributedContext, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+        if context.world_size > 1:
+            fully_shard(model)
+        optimizer = _Columns(model.parameters(), **options)
+        model(torch.arange(8.0)).square().sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    def work(context: DistributedContext) -> list[torch.Tensor]:
+        with fs.Checkpointer(tmp_path) as checkpointer:
+            if context.world_size > 1:
+                model, optimizer = trained(context)
+                checkpointer.save(1, model, optimizer)
+                checkpointer.wait()
+                with pytest.raises(CheckpointError, match=r"keeps 0.weight.sum as .* each rank has a summand only"):
+                    checkpointer.save(2, *trained(context, partial=True))
+            model, optimizer = trained(context)
+            for state in optimizer.state.values():
+                state["momentum"].zero_()
+            checkpointer.restore(model, optimizer)
+        found = [state["momentum"] for state in optimizer.state.values()]
+        return [value.full_tensor() if isinstance(value, DTensor) else value.clone() for value in found]
+
+    on_two, alone = on_ranks(2, work)[0], on_ranks(1, work)[0]
+    assert [value.abs().sum() > 0 for value in alone] == [True] * 3
+    assert all(map(torch.equal, on_two, alone))
+
+
+class _Odd(torch.optim.Optimizer):
+    """A transposed state, an expanded one, and one that appears in the second step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it has no closure
+        for param in self.param_groups[0]["params"]:
+            if param.grad is None:
+                continue
+            state = self.state[param]
+            if "last" in state:
+                state.setdefault("change", torch.zeros_like(param)).add_(param.grad - state["last"])
+            state["last"] = param.grad.clone(memory_format=torch.contiguous_format).t().contiguous().t()
+            state.setdefault("scale", torch.ones(1).expand(param.shape))
+            param.sub_(state["last"] * state["scale"] + state.get("change", 0), alpha=0.1)
+
+
+def test_states_that_are_not_contiguous_or_appear_late_come_back(tmp_path: Path) -> None:
+    def trained(numbers: range) -> tuple[nn.Module, _Odd]:
+        model = Net()
+        optimizer = _Odd([param for param in model.parameters() if param.ndim == 2])
+        _steps(model, optimizer, numbers)
+        return model, optimizer
+
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        model, optimizer = trained(range(3))
+        for state in optimizer.state.values():
+            state["scale"] = torch.full((1,), 0.5).expand(state["scale"].shape)
+        checkpointer.save(3, model, optimizer)
+        expected = _steps(model, optimizer, range(3, 6))
+        model, optimizer = trained(range(0))
+        checkpointer.restore(model, optimizer)
+        assert _steps(model, optimizer, range(3, 6)) == expected
+
+
+def test_saved_options_decide_which_states_there_are(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with fs.Checkpointer(tmp_path, asynchronous=False) as checkpointer:
+        checkpointer.save(1, model, optimizer)
+        again = torch.optim.SGD(model.parameters(), lr=0.1)
+        checkpointer.restore(model, again)
+    assert again.state[model.weight]["momentum_buffer"].tolist() == [[1.0, 1.0]]
+
+
+class _Wrapper(torch.optim.Optimizer):
+    """Like timm's Lookahead, it does not call `Optimizer.__init__`, so that its steps run no hooks."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.param_groups, self.defaults, self.state = base, base.param_groups, base.defaults, base.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
+def test_without_step_hooks_a_save_is_not_in_the_background(tmp_path: Path) -> None:
+    """A later step was mixed with the saved one."""
+    model = nn.Linear(2, 1)
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, model, _Wrapper(torch.optim.SGD(model.parameters())))
+        assert checkpointer.steps == [1]

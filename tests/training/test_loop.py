@@ -422,3 +422,56 @@ with world_of_one() as context:
 def test_a_script_that_ends_between_steps_says_nothing_of_it(tmp_path: Path) -> None:
     done = run([sys.executable, "-c", _LEFT_OPEN], tmp_path, PYTHONPATH=str(ROOT))
     assert (done.status, done.out, done.err) == (0, "1\n", "")
+
+
+class _WithClosure(torch.optim.SGD):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]  # which is the point
+        return super().step(closure)
+
+
+class _WithoutHooks(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": list(params), "lr": 0.1}]
+
+    def step(self, closure: Any = None) -> Any:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda params: torch.optim.Rprop([{"params": params, "lr": None}]), "has lr=None, and the loop sets"),
+        (_WithClosure, r"^_WithClosure.step\(\) requires a closure"),
+        (_WithoutHooks, r"^_WithoutHooks does not call Optimizer.__init__"),
+    ],
+)
+def test_an_optimizer_that_the_loop_cannot_step_is_refused(make: Any, words: str) -> None:
+    with world_of_one() as context:
+        run = Run(context)
+        run.optimizer = make(list(run.model.module.parameters()))
+        with pytest.raises(ConfigError, match=words):
+            run.of(TrainConfig(steps=1))
+
+
+def test_a_scheduler_of_ones_own_is_refused() -> None:
+    """It had no effect."""
+    words = r"^The learning rate of AdamW was set to 0.005 after step 1, and train.schedule sets it again"
+    with world_of_one() as context:
+        run = Run(context)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.5)
+        reports = train(run.of(TrainConfig(steps=3, schedule="constant", global_batch_size=2)))
+        next(reports)
+        scheduler.step()
+        with pytest.raises(ConfigError, match=words):
+            next(reports)
+
+
+def test_a_schedule_of_ones_own_sets_the_peak() -> None:
+    with world_of_one() as context:
+        run = Run(context)
+        rates = []
+        for report in train(run.of(TrainConfig(steps=3, schedule="constant", global_batch_size=2))):
+            rates.append(report.learning_rate)
+            for group in run.optimizer.param_groups:
+                group["initial_lr"] = LR / (1 + report.step)
+    assert rates == [LR, LR / 2, LR / 3]

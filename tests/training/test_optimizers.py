@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from fsdp_shard.checkpoint import (
     load_shards,
     open_checkpoint,
     optimizer_shards,
+    optimizer_values,
     save_step,
 )
 from fsdp_shard.config import OPTIONS, FinetuneConfig, compose_jobs
@@ -274,3 +276,45 @@ def test_what_muon_leaves_out_is_there_unless_it_is_so_by_default() -> None:
     MuonConfig(not_muon=["*embed*", "wte", "q_*"]).check_parameters(names)
     with pytest.raises(ConfigError, match=r"optim\.not_muon has o_proj, and no module"):
         MuonConfig(not_muon=["*embed*", "o_proj"]).check_parameters(names)
+
+
+@dataclass
+class _Own(OptimConfig):
+    """An optimizer of one's own that needs whole parameters."""
+
+    needs_full_params: ClassVar[bool] = True
+    kind: Any = None
+
+    def create(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return cast("torch.optim.Optimizer", self.kind(groups, lr=1e-3))
+
+
+class _CountsSteps(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
+        return super().step(closure)
+
+
+class _KeepsNumbers(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["step"] = self.state[param].get("step", 0) + 1
+        return super().step(closure)
+
+
+def own(context: DistributedContext) -> dict[str, Any]:
+    model = fresh(context, WRAPPERS["fsdp2"](param_dtype="float32"))
+    with pytest.raises(ConfigError) as raised:
+        go(context, model, build_optimizer(_Own(kind=_CountsSteps), model, context), range(2))
+    assert "_CountsSteps changes its parameter groups in step() (count=" in str(raised.value)
+    optimizer = build_optimizer(_Own(kind=_KeepsNumbers), model, context)
+    go(context, model, optimizer, range(2))
+    return optimizer_values(optimizer, model.local_shards())
+
+
+def test_what_an_optimizer_of_whole_parameters_counts() -> None:
+    """Counts in groups depended on the number of ranks, and numbers in states were not saved, without a word."""
+    values = [value for found in on_ranks(2, own) for value in found.values()]
+    assert values == [2] * len(dict(whole_model().named_parameters()))

@@ -10,10 +10,11 @@ import threading
 import time
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp_shard.checkpoint import (
     FAULTS,
@@ -249,3 +250,57 @@ def late(context: DistributedContext, run_dir: Path) -> None:
 @pytest.mark.long
 def test_a_rank_that_is_late_with_a_save_fails_the_save(tmp_path: Path) -> None:
     on_ranks(2, late, tmp_path)
+
+
+class _Counting(torch.optim.SGD):
+    """Counts its steps in its parameter group."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
+        return super().step(closure)
+
+
+class _Global(torch.optim.SGD):
+    """Keeps a state that is of no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        cast("dict[Any, Any]", self.state)["global"] = {"steps": torch.ones(())}
+        return super().step(closure)
+
+
+class _Outer(torch.optim.SGD):
+    """Has another optimizer in it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        params = list(params)
+        super().__init__(params, lr=lr)
+        self.inner = torch.optim.SGD(params, lr=lr, momentum=0.9)
+
+
+class _Local(torch.optim.SGD):
+    """Keeps a number of each rank."""
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["norm"] = cast("DTensor", param.grad).to_local().norm()
+        return found
+
+
+def lossy(context: DistributedContext, run_dir: Path) -> list[str]:
+    said = []
+    for optimizer in (_Counting, _Global, _Outer, _Local):
+        run = Training(context, run_dir, optimizer=optimizer)
+        run.step()
+        with pytest.raises(SaveError) as raised:
+            run.saver.poll() if optimizer is not _Local else run.saver.save(run.state)
+        said.append(str(raised.value))
+    return said
+
+
+def test_an_optimizer_that_would_lose_state_in_a_resume_is_refused(tmp_path: Path) -> None:
+    for found in on_ranks(2, lossy, tmp_path):
+        assert "_Counting cannot be saved: its steps change count=1 in a parameter group" in found[0]
+        assert "_Global cannot be saved: it has a state under the key 'global'" in found[1]
+        assert "_Outer cannot be saved: there is another optimizer in it" in found[2]
+        assert "_Local cannot be saved: the ranks differ in the optimizer's states of" in found[3]

@@ -7,6 +7,7 @@ for it.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ def optimizer_shards(optimizer: Optimizer, shards: Mapping[str, LocalShard]) -> 
     """This rank's part of the optimizer state.
 
     Args:
-        optimizer: The optimizer. If its state is not sharded like its parameters, it has a method `state_shards`.
+        optimizer: The optimizer. If its state is not sharded like its parameters, it has a method `state_shards`, and
+            `state_values` for `optimizer_values`.
         shards: This rank's parameters, by name.
 
     Returns:
@@ -72,11 +74,12 @@ def create_state(optimizer: Optimizer, params: Iterable[torch.Tensor] | None = N
     torch's `set_optimizer_state_dict` does the same: there is no public way to allocate empty state. Gradients are
     kept. An optimizer without a learning rate (`lr`) may decay the parameters: fill them afterwards.
 
+    A second call creates states that appear in the second step only.
+
     Args:
-        optimizer: The optimizer, which has no state yet.
+        optimizer: The optimizer, which has no other state yet.
         params: The parameters to allocate state for; None for all.
     """
-    assert not optimizer.state, "the optimizer has stepped already"
     chosen = None if params is None else {id(param) for param in params}
     rated = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
     gradients = [(param, param.grad) for group in optimizer.param_groups for param in group["params"]]
@@ -103,8 +106,8 @@ def check_slots(index: TensorIndex, expected: Mapping[str, LocalShard], extra: S
         what = f"lacks {missing[0]}" if missing else f"has {min(extra)}, which this optimizer does not keep"
         raise CheckpointError(
             f"The optimizer state in {index.root} {what} ({len(missing)} states missing, {len(extra)} not expected of "
-            f"{len(index.names)}): it was saved by another optimizer or for another model. Use that run's optim "
-            f"settings."
+            f"{len(index.names)}): it was saved by another optimizer or for another model, or its optimizer creates "
+            f"states after its second step. Use that run's optim settings."
         )
     for name, shard in expected.items():
         entry = index.entry(name)
@@ -120,6 +123,9 @@ def check_slots(index: TensorIndex, expected: Mapping[str, LocalShard], extra: S
 
 def optimizer_values(optimizer: Optimizer, shards: Mapping[str, LocalShard]) -> dict[str, Any]:
     """The non-tensor entries of the optimizer state, such as step counts, by `PARAMETER.SLOT`."""
+    own: Callable[[], dict[str, Any]] | None = getattr(optimizer, "state_values", None)
+    if own is not None:
+        return own()
     return {
         f"{name}.{slot}": value
         for name, shard in shards.items()
@@ -132,27 +138,68 @@ def _state_shard(name: str, shard: LocalShard, value: torch.Tensor) -> LocalShar
     """This rank's part of the state `name` for the parameter of `shard`.
 
     The state is sharded like the parameter, or a DTensor with its own sharding, or has its own shape if the parameter
-    is not sharded.
+    is not sharded. `data` is a copy if the state is not contiguous.
     """
-    if isinstance(value, DTensor) and value.shape != shard.tensor.shape:
-        return shard_of(value, writes=is_first_copy(value.device_mesh, value.placements))
-    if value.ndim == 0 and shard.shape:
+    held, param = _contiguous(value), shard.tensor
+    if isinstance(held, DTensor) and not (isinstance(param, DTensor) and is_placed_like(held, param)):
+        if any(placement.is_partial() for placement in held.placements):
+            raise CheckpointError(
+                f"The optimizer keeps {name} as a DTensor with the placements {tuple(held.placements)}, of which each "
+                f"rank has a summand only, so that it cannot be saved. Redistribute it, such as with "
+                f"redistribute(placements=[Replicate()])."
+            )
+        own = shard_of(held, writes=is_first_copy(held.device_mesh, held.placements))
+        return replace(own, tensor=value)
+    if held.ndim == 0 and shard.shape:
         holds_first = shard.writes and shard.start == 0 and shard.data.numel() > 0
-        return LocalShard(value, value.view(-1), 0, (), writes=holds_first)
-    local = value.to_local() if isinstance(value, DTensor) else value
+        return LocalShard(value, held.view(-1), 0, (), writes=holds_first)
+    local = held.to_local() if isinstance(held, DTensor) else held
     if hasattr(local, "__tensor_flatten__"):
         raise CheckpointError(
             f"The optimizer keeps {name} as {type(local).__name__}, which quantizes the elements of a rank together, "
             f"so that no other number of ranks could continue from it. Keep the states of a sharded model unquantized, "
             f"or train with optim=adamw8bit of fsdp-shard's finetune, whose blocks do not depend on the ranks."
         )
-    num_local = local.numel()
-    if num_local == shard.data.numel():
-        return LocalShard(value, shard.view_of(value), shard.start, shard.shape, shard.writes, shard.box)
+    if local.numel() == shard.data.numel():
+        return LocalShard(value, shard.view_of(held), shard.start, shard.shape, shard.writes, shard.box)
     if shard.data.numel() != math.prod(shard.shape):
         raise CheckpointError(
             f"The optimizer keeps {name} of shape {list(value.shape)} for a parameter of shape {list(shard.shape)} of "
             f"which this rank has {shard.data.numel()} elements: how the ranks divide it is not known, so that it "
             f"cannot be saved. Use an optimizer whose states have the shape of the parameters, or are DTensors."
         )
-    return LocalShard(value, value.view(-1), 0, tuple(value.shape), shard.writes)
+    return LocalShard(value, held.view(-1), 0, tuple(value.shape), shard.writes)
+
+
+def is_placed_like(state: DTensor, param: DTensor) -> bool:
+    """Whether the ranks divide a state in the same way as its parameter."""
+    return (
+        state.shape == param.shape
+        and tuple(state.placements) == tuple(param.placements)
+        and state.device_mesh == param.device_mesh
+    )
+
+
+def _contiguous(value: torch.Tensor) -> torch.Tensor:
+    """A state, or a copy of one whose elements are not in a row in memory, such as a transposed or expanded one."""
+    if not isinstance(value, DTensor):
+        return value.contiguous()
+    local = value.to_local()
+    if local.is_contiguous():
+        return value
+    stride = tuple(math.prod(value.shape[axis + 1 :]) for axis in range(value.ndim))
+    return DTensor.from_local(
+        local.contiguous(), value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=stride
+    )
+
+
+def write_back(shard: LocalShard) -> None:
+    """Copy `data` into a state of which it is a copy, once it was filled."""
+    local = shard.tensor.to_local() if isinstance(shard.tensor, DTensor) else shard.tensor
+    if not isinstance(local, torch.Tensor) or local.is_contiguous():
+        return
+    values = shard.data.view(local.shape)
+    for axis, stride in enumerate(local.stride()):
+        if stride == 0:  # one element in memory for all along the axis
+            local, values = local.narrow(axis, 0, 1), values.narrow(axis, 0, 1)
+    local.copy_(values)

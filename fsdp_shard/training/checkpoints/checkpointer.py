@@ -44,6 +44,7 @@ from fsdp_shard.training.checkpoints.optimizer_groups import (
     set_options,
     set_values,
     slot_prefix,
+    state_digests,
 )
 from fsdp_shard.training.checkpoints.run_lock import run_lock
 from fsdp_shard.training.checkpoints.side_files import check_processor
@@ -58,6 +59,7 @@ from fsdp_shard.training.checkpoints.step_parts import (
 )
 from fsdp_shard.training.checkpoints.step_publisher import StepPublisher
 from fsdp_shard.training.checkpoints.step_reader import Stateful, StepReader
+from fsdp_shard.training.optim.build import runs_step_hooks
 from fsdp_shard.training.stop_signal import StopSignal, any_stop_signal
 from fsdp_shard.utils import check, nearest, path_text, whole_number
 
@@ -187,7 +189,7 @@ class Checkpointer:
             self._exit_stack = opening.pop_all()
         self._finalizer = weakref.finalize(self, _finalize, self._saver, self._exit_stack, os.getpid())
         self._signal: StopSignal | None = None
-        self._is_closed = self._has_warned = False
+        self._is_closed = self._has_warned = self._has_compared = False
 
     # ---- saved steps
 
@@ -256,7 +258,11 @@ class Checkpointer:
         given = SaveArguments(step, model, bare_optimizers(optimizer), states, extra, extra_per_rank, figures)
         run_on_main(ranks, lambda: self._check_new(step))
         parts = run_on_all(ranks, lambda: collect(given, self._processor, ranks))
-        if (name := first_difference(ranks, parts.tensors.digests)) is not None:
+        digests: dict[str, int | None] = {**parts.tensors.digests}
+        if ranks.world_size > 1:
+            digests |= state_digests(given.optimizers, parts.weights, of_any_size=not self._has_compared)
+            self._has_compared = True
+        if (name := first_difference(ranks, digests)) is not None:
             raise SaveError(
                 f"Step {step} was not saved: the ranks differ in {name}, and only the value of one rank could be "
                 f"restored. Pass data that differs by rank as extra_per_rank; sharded tensors must be DTensors."
@@ -265,8 +271,9 @@ class Checkpointer:
         has_slots = ranks.all_reduce([float(bool(parts.slots))], "max")[0] > 0  # a rank may hold none
         content = parts.to_content(of_ranks, has_slots=has_slots, is_main=ranks.is_main)
         is_best = value is not None and run_on_main(ranks, lambda: self._is_best(value))
-        self._saver.copy_before_steps_of(given.optimizers.values())
-        in_background = self._config.asynchronous and bool(given.optimizers)
+        hooked = [one for one in given.optimizers.values() if runs_step_hooks(one)]
+        self._saver.copy_before_steps_of(hooked)
+        in_background = self._config.asynchronous and 0 < len(hooked) == len(given.optimizers)
         self._saver.save_content(step, content, is_best=is_best, in_background=in_background)
 
     @_one_at_a_time
@@ -417,11 +424,17 @@ class Checkpointer:
         stateful_objects = run_on_all(ranks, lambda: given_states(states, model))
         values = run_on_all(ranks, lambda: stored.read(shards, optimizers, stateful_objects, ranks))
         run_on_all(ranks, lambda: check_extra_states(stateful_objects, values.object_states))
+
+        def create(attempt: int) -> None:
+            for name, one in optimizers.items() if attempt else ():
+                set_options(one, values.options[name])  # some decide which states there are
+            create_states(optimizers, shards.shards, stored.slots)
+
         with kept_on_error(optimizers):
-            run_on_all(ranks, lambda: create_states(optimizers, shards.shards, stored.slots))
-            slots = run_on_all(ranks, lambda: optimizer_parts(optimizers, shards.shards)[0])
-            if stored.optimizer_index is not None:
-                load_slots(stored.optimizer_index, stored.slots, slots, ranks)
+            if (index := stored.optimizer_index) is not None:
+                load_slots(index, stored.slots, create, lambda: optimizer_parts(optimizers, shards.shards)[0], ranks)
+            else:
+                run_on_all(ranks, lambda: create(0))
             run_on_all(ranks, lambda: checkpoint.load_shards(stored.weights, shards.shards))
             fill_copied_buffers(shards)
         for name, bare_optimizer in optimizers.items():

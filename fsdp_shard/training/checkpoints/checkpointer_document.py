@@ -7,9 +7,10 @@ it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,7 +146,12 @@ class StateTensors:
 
 def bits_sum(data: torch.Tensor) -> int:
     """The sum of a flat tensor's elements as 64-bit integers: a digest that a GPU can compute."""
-    return int(data.view(_INTEGER_OF_SIZE.get(data.element_size(), torch.uint8)).sum(dtype=torch.int64)) % 2**64
+    return int(device_bits_sum(data)) % 2**64
+
+
+def device_bits_sum(data: torch.Tensor) -> torch.Tensor:
+    """`bits_sum` as a signed scalar on the device, which is not waited for."""
+    return data.view(_INTEGER_OF_SIZE.get(data.element_size(), torch.uint8)).sum(dtype=torch.int64)
 
 
 def text_digest(names: list[str]) -> int:
@@ -153,8 +159,8 @@ def text_digest(names: list[str]) -> int:
     return xxhash.xxh3_64(json.dumps(names).encode()).intdigest()
 
 
-def first_difference(ranks: Communicator, digests: Mapping[str, int]) -> str | None:
-    """The first name whose 64-bit digest differs between ranks; a collective.
+def first_difference(ranks: Communicator, digests: Mapping[str, int | None]) -> str | None:
+    """The first name whose 64-bit digest differs between ranks, except those where it is None; a collective.
 
     `the names of the states` if the names themselves differ.
     """
@@ -164,11 +170,13 @@ def first_difference(ranks: Communicator, digests: Mapping[str, int]) -> str | N
     return next((name for name, is_same in zip(digests, are_same, strict=True) if not is_same), None)
 
 
-def _agree(ranks: Communicator, numbers: list[int]) -> list[bool]:
-    """Whether all ranks have the same 64-bit number, for each of `numbers`."""
-    halves = [float(half) for number in numbers for half in (number >> 32, number & 0xFFFFFFFF)]
-    highest, lowest = ranks.all_reduce(halves, "max"), ranks.all_reduce(halves, "min")
-    return [highest[at : at + 2] == lowest[at : at + 2] for at in range(0, len(halves), 2)]
+def _agree(ranks: Communicator, numbers: Sequence[int | None]) -> list[bool]:
+    """Whether all ranks have the same 64-bit number or None, for each of `numbers`."""
+    halves = [None if number is None else (number >> 32, number & 0xFFFFFFFF) for number in numbers]
+    highest = ranks.all_reduce([float(half) for pair in halves for half in pair or (-math.inf, -math.inf)], "max")
+    lowest = ranks.all_reduce([float(half) for pair in halves for half in pair or (math.inf, math.inf)], "min")
+    are_same = [high <= low for high, low in zip(highest, lowest, strict=True)]
+    return [all(are_same[at : at + 2]) for at in range(0, len(are_same), 2)]
 
 
 def read_state(document: Any, index: TensorIndex | None, where: str, name: str = "", like: Any = None) -> Any:

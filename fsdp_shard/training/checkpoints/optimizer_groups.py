@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import TensorIndex
 from fsdp_shard.distributed import Communicator, LocalShard, run_on_all
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
+from fsdp_shard.training.checkpoints.checkpointer_document import device_bits_sum
+from fsdp_shard.training.optim.build import needs_closure
 from fsdp_shard.utils import tree_leaves
 
+_SMALL_BYTES = 1 << 20
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
 
 
@@ -44,21 +51,27 @@ def bare_optimizers(given: Optimizers) -> dict[str, Optimizer]:
 def check_savable(optimizers: Mapping[str, Optimizer]) -> None:
     """Raise SaveError for an optimizer whose states `restore` could not fill."""
     for optimizer in optimizers.values():
-        kind = type(optimizer).__name__
-        why = None
-        if isinstance(optimizer, LBFGS | SparseAdam):
-            why = "restore() creates its states by a step with zero gradients, which it does not support"
-        elif other := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
-            why = f"it has a state under the key {other[0]!r}, and only those of parameters are saved"
-        elif any(isinstance(one, Optimizer) and one.state is not optimizer.state for one in vars(optimizer).values()):
-            why = "there is another optimizer in it, and only its own states would be saved"
-        elif (slot := _nested_tensor(optimizer)) is not None:
-            why = f"its state {slot!r} has tensors in it, and how the ranks divide them is not known"
-        if why is not None:
+        if (why := why_not_savable(optimizer)) is not None:
+            kind = type(optimizer).__name__
             raise SaveError(
                 f"{kind} cannot be saved as an optimizer: {why}. Pass it to save() and restore() as a keyword "
                 f"argument instead, such as state_of_{kind.lower()}=optimizer, so that its state_dict() is saved."
             )
+
+
+def why_not_savable(optimizer: Optimizer) -> str | None:
+    """Why the states of an optimizer cannot be saved and filled again, if so."""
+    if isinstance(optimizer, LBFGS | SparseAdam):
+        return "a resume creates its states by a step with zero gradients, which it does not support"
+    if needs_closure(optimizer):
+        return "a resume creates its states by a step with zero gradients, and its step() requires a closure"
+    if other := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+        return f"it has a state under the key {other[0]!r}, and only those of parameters are saved"
+    if any(isinstance(one, Optimizer) and one.state is not optimizer.state for one in vars(optimizer).values()):
+        return "there is another optimizer in it, and only its own states would be saved"
+    if (slot := _nested_tensor(optimizer)) is not None:
+        return f"its state {slot!r} has tensors in it, and how the ranks divide them is not known"
+    return None
 
 
 def _nested_tensor(optimizer: Optimizer) -> str | None:
@@ -83,6 +96,53 @@ def optimizer_parts(
         slots |= {prefix + key: shard for key, shard in checkpoint.optimizer_shards(optimizer, shards).items()}
         values |= {prefix + key: value for key, value in checkpoint.optimizer_values(optimizer, shards).items()}
     return slots, options, values
+
+
+def state_digests(
+    optimizers: Mapping[str, Optimizer], shards: Mapping[str, LocalShard], *, of_any_size: bool
+) -> dict[str, int | None]:
+    """Digests of the states that must be equal on all ranks, for `first_difference`; None without elements.
+
+    Only one rank saves them: numbers, and tensors that are not sharded.
+
+    Args:
+        optimizers: The optimizers, by name.
+        shards: This rank's parameters, by name.
+        of_any_size: Include tensors of more than 1 MiB, such as states of replicated parameters.
+    """
+    found: dict[str, int | None] = {}
+    sums: dict[str, torch.Tensor] = {}  # on a GPU, which is waited for once
+    for prefix, optimizer in ((slot_prefix(name), one) for name, one in optimizers.items()):
+        members = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for name, shard in shards.items():
+            if id(shard.tensor) not in members:
+                continue
+            key = f"the optimizer's states of {prefix}{name}, which are not sharded"
+            digest = xxhash.xxh3_64()
+            for slot, value in sorted(optimizer.state.get(shard.tensor, {}).items()):
+                digest.update((slot if isinstance(value, torch.Tensor) else f"{slot}={value!r}").encode())
+                for tensor in _whole_tensors(slot, value, shard):
+                    if not (of_any_size or tensor.nbytes <= _SMALL_BYTES):
+                        continue
+                    if tensor.device.type == "cpu":
+                        digest.update(checkpoint.tensor_bytes(tensor))
+                    else:
+                        sums[key] = device_bits_sum(tensor) + sums.get(key, 0)
+            found[key] = digest.intdigest() if shard.data.numel() else None
+    if sums:
+        for key, number in zip(sums, torch.stack([*sums.values()]).tolist(), strict=True):
+            found[key] = None if (own := found[key]) is None else (own + number) % 2**64
+    return found
+
+
+def _whole_tensors(slot: str, value: Any, shard: LocalShard) -> Iterator[torch.Tensor]:
+    """The tensors of a state, flat, of which each rank has all elements."""
+    for _, tensor in checkpoint.plain_tensors(slot, value):
+        if isinstance(tensor, DTensor):
+            if all(placement.is_replicate() for placement in tensor.placements):
+                yield tensor.to_local().detach().contiguous().view(-1)
+        elif tensor.ndim == 0 or shard.data.numel() == math.prod(shard.shape):
+            yield tensor.detach().contiguous().view(-1)
 
 
 def slot_prefix(name: str) -> str:
@@ -133,9 +193,11 @@ def _optimizers_in(given: Mapping[str, Any]) -> str:
 
 
 def create_states(optimizers: Mapping[str, Optimizer], shards: Mapping[str, LocalShard], slots: Iterable[str]) -> None:
-    """Create, with arbitrary values, the states that a step stores for each optimizer's parameters."""
+    """Create, with arbitrary values, the states that a step stores for each optimizer's parameters.
+
+    Called again, it creates those that appear in the second step only.
+    """
     for name, optimizer in optimizers.items():
-        optimizer.state.clear()
         prefix = slot_prefix(name)
         own = [slot.removeprefix(prefix) for slot in slots if slot.startswith(prefix)]
         members = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -147,28 +209,55 @@ def create_states(optimizers: Mapping[str, Optimizer], shards: Mapping[str, Loca
 
 @contextmanager
 def kept_on_error(optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
-    """Restore the optimizers' states if they cannot be filled; until then, both need memory."""
-    before = {name: dict(one.state) for name, one in optimizers.items()}
+    """Clear the optimizers' states, and restore them and the options if they cannot be filled.
+
+    Until then, both need memory.
+    """
+    before = {name: (dict(one.state), [dict(group) for group in one.param_groups]) for name, one in optimizers.items()}
+    for one in optimizers.values():
+        one.state.clear()
     try:
         yield
     except BaseException:
         for name, one in optimizers.items():
+            states, groups = before[name]
             one.state.clear()
-            one.state.update(before[name])
+            one.state.update(states)
+            for group, options in zip(one.param_groups, groups, strict=True):
+                group.update(options)
         raise
 
 
-def load_slots(index: TensorIndex, stored: Sequence[str], slots: Mapping[str, LocalShard], ranks: Communicator) -> None:
-    """Fill optimizer states from those `stored` in `index`; a collective.
+def load_slots(
+    index: TensorIndex,
+    stored: Sequence[str],
+    create: Callable[[int], None],
+    created: Callable[[], Mapping[str, LocalShard]],
+    ranks: Communicator,
+) -> None:
+    """Create optimizer states, and fill them from those `stored` in `index`; a collective.
+
+    Args:
+        index: The optimizer state of a step.
+        stored: The names of the states in it.
+        create: Creates states by a step; called with 0, and if some are missing, again with 1.
+        created: Returns this rank's states.
+        ranks: The ranks.
 
     Raises:
         CheckpointError: On all ranks: a state is missing, has another shape, or belongs to no optimizer.
     """
-    # A rank without elements of a parameter has no state for it; together, the ranks have all states.
-    is_expected = ranks.all_reduce([float(name in slots) for name in stored], "max")
-    extra = [name for name, expected in zip(stored, is_expected, strict=True) if not expected]
+    for attempt in range(2):  # some states appear in the second step, such as the gradient of the step before
+        run_on_all(ranks, functools.partial(create, attempt))
+        slots = run_on_all(ranks, created)
+        # A rank without elements of a parameter has no state for it; together, the ranks have all states.
+        is_expected = ranks.all_reduce([float(name in slots) for name in stored], "max")
+        if not (extra := [name for name, expected in zip(stored, is_expected, strict=True) if not expected]):
+            break
     run_on_all(ranks, lambda: checkpoint.check_slots(index, slots, extra))
     run_on_all(ranks, lambda: checkpoint.load_shards(index, slots))
+    for shard in slots.values():
+        checkpoint.write_back(shard)
 
 
 def set_options(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:

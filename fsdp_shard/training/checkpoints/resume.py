@@ -210,10 +210,15 @@ def restore_optimizer(
         return
     shards = loaded.model.local_shards()
     with run_on_all(context, lambda: checkpoint.open_checkpoint(step_directory / OPTIMIZER)) as index:
-        used = checkpoint.used_parameters(index.names, shards)
+        used = [shards[name].tensor for name in checkpoint.used_parameters(index.names, shards)]
         optimizer.state.clear()  # some create it in their constructor, even for parameters that never had a gradient
-        checkpoint.create_state(optimizer, [shards[name].tensor for name in used])
-        load_slots(index, index.names, checkpoint.optimizer_shards(optimizer, shards), context)
+        load_slots(
+            index,
+            index.names,
+            lambda _: checkpoint.create_state(optimizer, used),
+            lambda: checkpoint.optimizer_shards(optimizer, shards),
+            context,
+        )
 
 
 def verify_resumed(step_directory: Path | None, config: CheckpointConfig, context: DistributedContext) -> None:

@@ -8,14 +8,18 @@ from typing import NamedTuple
 from torch.optim import Optimizer
 
 from fsdp_shard import checkpoint
-from fsdp_shard.distributed import DistributedContext, LocalShard, run_on_main
+from fsdp_shard.distributed import DistributedContext, LocalShard, run_on_all, run_on_main
 from fsdp_shard.errors import SaveError
 from fsdp_shard.training.checkpoints.background_saver import BackgroundSaver, SaveLog
+from fsdp_shard.training.checkpoints.checkpointer_document import first_difference
+from fsdp_shard.training.checkpoints.optimizer_groups import state_digests, why_not_savable
 from fsdp_shard.training.checkpoints.resume import read_trainer
 from fsdp_shard.training.checkpoints.run_lock import RunLock
 from fsdp_shard.training.checkpoints.step_publisher import StepPublisher
 from fsdp_shard.training.load_model import LoadedModel
 from fsdp_shard.training.optim.ema import WeightAverage
+from fsdp_shard.training.optim.group_watch import GroupWatch
+from fsdp_shard.training.optim.whole_param_optimizer import FullParamOptimizer
 from fsdp_shard.training.trainer_state import TrainerState, is_due
 
 
@@ -73,6 +77,8 @@ class FinetuneSaver(BackgroundSaver):
         super().__init__(context, config, publisher, log, lock)
         self._run_content = content
         self.copy_before_steps_of([content.optimizer])
+        self._optimizer, self._watch = content.optimizer, GroupWatch(content.optimizer)
+        self._is_checked = self._has_compared = False
 
     def is_due(self, state: TrainerState, num_steps: int) -> bool:
         """Return whether the settings require a save after the step of `state`, in a run of `num_steps` steps."""
@@ -110,14 +116,54 @@ class FinetuneSaver(BackgroundSaver):
         )
 
     def _optimizer_states(self, shards: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
-        optimizer = self._run_content.optimizer
+        """This rank's optimizer state; a collective."""
+
+        def states() -> dict[str, LocalShard]:
+            self._check_optimizer(shards)
+            return checkpoint.optimizer_shards(self._optimizer, shards)
+
+        found = run_on_all(self._ranks, states)
+        if self._ranks.world_size > 1:
+            self._check_same_states(shards)
+        return found
+
+    def _check_same_states(self, shards: Mapping[str, LocalShard]) -> None:
+        """Raise SaveError if the ranks hold other values of a state that only one of them saves; a collective."""
+        digests = state_digests({"": self._optimizer}, shards, of_any_size=not self._has_compared)
+        self._has_compared = True
+        if (name := first_difference(self._ranks, digests)) is not None:
+            raise SaveError(
+                f"{type(self._optimizer).__name__} cannot be saved: the ranks differ in {name}, and only the values of "
+                f"one rank could be restored. Make them equal, or DTensors, or set checkpoint.optimizer=false."
+            )
+
+    def _check_optimizer(self, shards: Mapping[str, LocalShard]) -> None:
+        """Raise SaveError if the optimizer has a state that would be lost in a resume."""
+        optimizer = self._optimizer
+        inner = optimizer.inner if isinstance(optimizer, FullParamOptimizer) else optimizer
+        why = why_not_savable(inner)
         if values := checkpoint.optimizer_values(optimizer, shards):
             name, value = min(values.items())
+            why = why or f"it keeps {name}={value!r} in its state, which is not a tensor and would be lost in a resume"
+        if (changed := self._watch.changed) is not None:
+            why = why or f"its steps change {changed} in a parameter group, which would be lost in a resume"
+        if why is not None:
             raise SaveError(
-                f"{type(optimizer).__name__} keeps {name}={value!r} in its state, which is not a tensor and "
-                f"would be lost in a resume; keep it as a tensor, or set checkpoint.optimizer=false."
+                f"{type(inner).__name__} cannot be saved: {why}. Keep all that changes in tensors of "
+                f"optimizer.state[param], or set checkpoint.optimizer=false, which allows no resume."
             )
-        return checkpoint.optimizer_shards(optimizer, shards)
+
+    def poll(self) -> None:
+        """Conclude the background save if it has ended on all ranks; call this after each step.
+
+        Raises:
+            SaveError: The save failed, and the run must stop; or the first step shows that the optimizer cannot be
+                saved.
+        """
+        if not self._is_checked and self._config.optimizer:
+            self._is_checked = True
+            run_on_all(self._ranks, lambda: self._check_optimizer(self._run_content.loaded.model.local_shards()))
+        super().poll()
 
     def note_best(self, state: TrainerState) -> None:
         """Mark the step that the run resumed from as the best, if its belated evaluation shows that."""

@@ -1,8 +1,10 @@
-"""Builds the optimizer of a sharded model."""
+"""Builds the optimizer of a sharded model, and checks one that a recipe built."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Protocol, cast
 
+import torch
 from torch import nn, optim
 
 from fsdp_shard.distributed import DistributedContext, LocalShard
@@ -77,6 +79,40 @@ def check_rates(optimizer: optim.Optimizer, *, has_rates: bool) -> None:
             f"adapter.lora_plus_ratio is set, but all groups of {type(optimizer).__name__} have one learning rate; "
             f"in a recipe of your own, give build_optimizer the adapter (loaded.adapter), or remove the setting."
         )
+
+
+def check_steps(optimizer: optim.Optimizer) -> None:
+    """Raise ConfigError unless the loop can set the learning rate of an optimizer, step it, and see its steps."""
+    kind = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        if not isinstance(group.get("lr"), int | float | torch.Tensor):
+            has = f"lr={group['lr']!r}" if "lr" in group else "no lr"
+            raise ConfigError(
+                f"A parameter group of {kind} has {has}, and the loop sets the learning rate of each step: make the "
+                f"optimizer with a number, the peak of train.schedule, such as lr=config.optim.lr."
+            )
+    if needs_closure(optimizer):
+        raise ConfigError(
+            f"{kind}.step() requires a closure, and the loop computes the gradients once per step and calls step() "
+            f"without one; choose another optimizer, or write your own loop with fs.Checkpointer."
+        )
+    if not runs_step_hooks(optimizer):
+        raise ConfigError(
+            f"{kind} does not call Optimizer.__init__, so that its steps run no hooks, and a save in the background "
+            f"would mix two steps; call super().__init__(params, defaults) in it."
+        )
+
+
+def needs_closure(optimizer: optim.Optimizer) -> bool:
+    """Whether `step()` cannot be called without arguments."""
+    _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(one.default is one.empty and one.kind not in variable for one in arguments)
+
+
+def runs_step_hooks(optimizer: optim.Optimizer) -> bool:
+    """Whether `step()` runs step hooks: torch's `Optimizer.__init__` wraps the step of each class for that."""
+    return bool(getattr(type(optimizer).step, "hooked", False))
 
 
 def check_parameters(optimizer: optim.Optimizer, model: ShardedModel) -> None:

@@ -16,6 +16,8 @@ from torch import nn
 
 from fsdp_shard.checkpoint import plain_tensors
 from fsdp_shard.distributed import LocalShard
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.training.optim.group_watch import GroupWatch
 from fsdp_shard.utils import balanced_partition
 
 Build = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
@@ -25,6 +27,9 @@ class FullParamOptimizer(torch.optim.Optimizer):
     """Runs the optimizer that `build` creates, on the trainable `shards`, sharded over the ranks of `group`.
 
     `lengths` are the numbers of elements of each parameter on each rank; None gathers them.
+
+    Attributes:
+        inner: The optimizer of this rank's own parameters, by full parameter.
     """
 
     def __init__(
@@ -42,18 +47,23 @@ class FullParamOptimizer(torch.optim.Optimizer):
         self._sent = {name: _without_copies(self._lengths[name], sizes[name]) for name in self._shards}
         # The parameters of the inner optimizer, which use memory only during their update.
         self._full = {name: nn.Parameter(_without_memory(shard)) for name, shard in self._shards.items()}
-        self._inner = build(self._full)
+        self.inner = build(self._full)
+        self._watch = GroupWatch(self.inner)
         names = {id(param): name for name, param in self._full.items()}
         groups = [
             {"lr": float(group["lr"]), "params": [self._shards[names[id(param)]].tensor for param in group["params"]]}
-            for group in self._inner.param_groups
+            for group in self.inner.param_groups
         ]
         super().__init__(groups, {})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # it takes no closure
-        """Update all parameters that have a gradient on any rank; a collective."""
-        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+        """Update all parameters that have a gradient on any rank; a collective.
+
+        Raises:
+            ConfigError: On all ranks: the last step changed the options of a parameter group.
+        """
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             if isinstance(inner["lr"], torch.Tensor):
                 inner["lr"].fill_(outer["lr"])
             else:
@@ -67,24 +77,41 @@ class FullParamOptimizer(torch.optim.Optimizer):
         """The optimizer state for a checkpoint: tensors `PARAMETER.SLOT`, unsharded on the rank that owns them."""
         found = {}
         for name in self._owned[self._rank]:
-            for slot, value in sorted(self._inner.state.get(self._full[name], {}).items()):
+            for slot, value in sorted(self.inner.state.get(self._full[name], {}).items()):
                 for part, tensor in plain_tensors(slot, value):
                     shape, writes = tuple(tensor.shape), self._shards[name].writes
                     found[f"{name}.{part}"] = LocalShard(tensor, tensor.view(-1), 0, shape, writes)
         return found
 
+    def state_values(self) -> dict[str, Any]:
+        """The entries of the state that are no tensors, as `PARAMETER.SLOT`, on the rank that owns them."""
+        return {
+            f"{name}.{slot}": value
+            for name in self._owned[self._rank]
+            for slot, value in sorted(self.inner.state.get(self._full[name], {}).items())
+            if not isinstance(value, torch.Tensor)
+        }
+
     @property
     def inner_state(self) -> Mapping[torch.Tensor, Mapping[str, Any]]:
         """The optimizer state of this rank's own parameters, by full parameter."""
-        return self._inner.state
+        return self.inner.state
 
     def _with_gradients(self) -> set[str]:
         """Names of the parameters with a gradient on any rank; under FSDP1, a rank may have none of its elements."""
         names = list(self._shards)
-        has = torch.tensor([self._shards[name].tensor.grad is not None for name in names], dtype=torch.int32)
-        has = has.to(next(iter(self._shards.values())).data.device)
+        flags = [self._watch.changed is not None, *(self._shards[name].tensor.grad is not None for name in names)]
+        has = torch.tensor(flags, dtype=torch.int32).to(next(iter(self._shards.values())).data.device)
         dist.all_reduce(has, op=dist.ReduceOp.MAX, group=self._group)
-        return {name for name, flag in zip(names, has.tolist(), strict=True) if flag}
+        has_changed, *are_trained = has.tolist()
+        if has_changed:
+            raise ConfigError(
+                f"{type(self.inner).__name__} changes its parameter groups in step() "
+                f"({self._watch.changed or 'on another rank'}), which with needs_full_params is called once for each "
+                f"parameter, so that updates would depend on the number of ranks; keep counts in the state of each "
+                f"parameter."
+            )
+        return {name for name, flag in zip(names, are_trained, strict=True) if flag}
 
     def _update(self, names: Sequence[str | None]) -> None:
         """Update `names[rank]` on each rank; None for a rank with nothing left to update."""
@@ -99,7 +126,7 @@ class FullParamOptimizer(torch.optim.Optimizer):
         if owned is not None:
             param, shape = self._full[owned], self._shards[owned].shape
             param.data, param.grad = values.view(shape), gradients.view(shape)
-            self._inner.step()
+            self.inner.step()
             values, param.grad = param.data.view(-1), None
             param.data = _without_memory(self._shards[owned])
             values = values.repeat(sum(self._lengths[owned]) // len(values))  # for each rank that has a copy
