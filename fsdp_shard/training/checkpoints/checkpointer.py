@@ -51,6 +51,7 @@ from fsdp_shard.training.checkpoints.side_files import check_processor
 from fsdp_shard.training.checkpoints.step_parts import (
     Models,
     SaveArguments,
+    StepParts,
     check_extra_states,
     collect,
     given_figures,
@@ -258,15 +259,7 @@ class Checkpointer:
         given = SaveArguments(step, model, bare_optimizers(optimizer), states, extra, extra_per_rank, figures)
         run_on_main(ranks, lambda: self._check_new(step))
         parts = run_on_all(ranks, lambda: collect(given, self._processor, ranks))
-        digests: dict[str, int | None] = {**parts.tensors.digests}
-        if ranks.world_size > 1:
-            digests |= state_digests(given.optimizers, parts.weights, of_any_size=not self._has_compared)
-            self._has_compared = True
-        if (name := first_difference(ranks, digests)) is not None:
-            raise SaveError(
-                f"Step {step} was not saved: the ranks differ in {name}, and only the value of one rank could be "
-                f"restored. Pass data that differs by rank as extra_per_rank; sharded tensors must be DTensors."
-            )
+        self._check_same(given, parts)
         of_ranks = ranks.gather_object(parts.rank_document)
         has_slots = ranks.all_reduce([float(bool(parts.slots))], "max")[0] > 0  # a rank may hold none
         content = parts.to_content(of_ranks, has_slots=has_slots, is_main=ranks.is_main)
@@ -275,6 +268,19 @@ class Checkpointer:
         self._saver.copy_before_steps_of(hooked)
         in_background = self._config.asynchronous and 0 < len(hooked) == len(given.optimizers)
         self._saver.save_content(step, content, is_best=is_best, in_background=in_background)
+
+    def _check_same(self, given: SaveArguments, parts: StepParts) -> None:
+        """Raise SaveError if the ranks differ in what only one of them saves; a collective."""
+        if self._ranks.world_size == 1:
+            return
+        digests: dict[str, int | None] = {**parts.tensors.digests}
+        digests |= state_digests(given.optimizers, parts.weights, of_any_size=not self._has_compared)
+        self._has_compared = True
+        if (name := first_difference(self._ranks, digests)) is not None:
+            raise SaveError(
+                f"Step {given.step} was not saved: the ranks differ in {name}, and only the value of one rank could be "
+                f"restored. Pass data that differs by rank as extra_per_rank; sharded tensors must be DTensors."
+            )
 
     @_one_at_a_time
     def save_on_signal(
