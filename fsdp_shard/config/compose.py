@@ -87,10 +87,11 @@ def compose_config(schema: type[C], settings: Sequence[str]) -> C:
             the first.
 
     Returns:
-        The config, which has been checked; what takes it checks it again, so it may be changed.
+        The config, whose settings have been checked one by one. What takes it checks it again, so it may be changed;
+        `check_finetune` and `start_run` also find settings of different sections that contradict each other.
 
     Raises:
-        ConfigError: A setting is unknown, missing, of the wrong type, out of range, or contradicts another.
+        ConfigError: A setting is unknown, missing, of the wrong type, or out of range.
 
     Example:
         >>> config = fs.compose_config(fs.FinetuneConfig, [f"model.path={model}", f"data.path={text}", "shard=fsdp1"])

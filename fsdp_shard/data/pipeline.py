@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from fsdp_shard.distributed import Communicator, DistributedContext
 
 
-_NUM_CHATS_LOOKED_AT = 64  # for a token that ends a turn
+_NUM_LOOKED_AT = 64  # examples, for a token that ends a turn or a target
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,11 @@ def tokenize_all(config: DataConfig, tokenizer: Tokenizer, task: str = CAUSAL) -
     given += [config.eval_path] if config.eval_path else []
     notes = list(chain.from_iterable(map(file_notes, given)))
     for name, source in sources.items():
-        if source.kind == CHAT:
+        if source.kind == CHAT or task == SEQ2SEQ:
             examples = train[name].examples()
-            first = map(examples.tokens_of, range(min(_NUM_CHATS_LOOKED_AT, len(examples))))
-            notes.append(_end_warning(source, first, tokenizer))
+            first = map(examples.tokens_of, range(min(_NUM_LOOKED_AT, len(examples))))
+            notes.append(_stop_warning(source, task, first, tokenizer))
     notes += [_date_warning(source, tokenizer) for source in sources_of(config).values() if source.kind == CHAT]
-    if task == SEQ2SEQ:
-        notes.append(_target_warning(tokenizer))
     names = _class_names(config) if task == SEQUENCE_CLASSIFICATION else ()
     return TokenizedData(train, held_out, special, tuple(filter(None, notes)), names)
 
@@ -129,10 +127,18 @@ def _class_names(config: DataConfig) -> tuple[tuple[str, Sequence[str]], ...]:
     return tuple((source.name, source.class_names(column)) for column, source in opened)
 
 
+def _stop_warning(
+    source: DataConfig, task: str, examples: Iterable[tuple[Iterable[int], Iterable[int]]], tokenizer: Tokenizer
+) -> str:
+    """Return a warning if chats or targets lack a token from which a model learns to stop, else an empty string."""
+    return (
+        _target_warning(source, examples, tokenizer) if task == SEQ2SEQ else _end_warning(source, examples, tokenizer)
+    )
+
+
 def _end_warning(
     source: DataConfig, examples: Iterable[tuple[Iterable[int], Iterable[int]]], tokenizer: Tokenizer
 ) -> str:
-    """Return a warning if chats lack a token from which a model learns to stop, else an empty string."""
     tokenizer = with_chat_template(tokenizer, source)
     if ends_turns(examples, tokenizer):
         return ""
@@ -146,14 +152,16 @@ def _end_warning(
     )
 
 
-def _target_warning(tokenizer: Tokenizer) -> str:
-    """Return a warning if targets lack the token from which an encoder-decoder model learns to stop."""
-    target = tokenizer(text_target=["a"], verbose=False)["input_ids"][0]
-    if tokenizer.eos_token_id is None or tokenizer.eos_token_id in target:
+def _target_warning(
+    source: DataConfig, examples: Iterable[tuple[Iterable[int], Iterable[int]]], tokenizer: Tokenizer
+) -> str:
+    end = tokenizer.eos_token_id
+    targets = ([token for token, is_target in zip(*one, strict=True) if is_target] for one in examples)
+    if end is None or any(end in target for target in targets):
         return ""
     return (
-        f"warning: the tokenizer adds no {tokenizer.eos_token} to targets, so that the model does not learn to stop; "
-        f"use one whose post-processor does."
+        f"warning: {source.section}.path={source.path}: no target has {tokenizer.eos_token}, from which the model "
+        f"learns to stop: neither the data nor the tokenizer adds it. Use a tokenizer whose post-processor does."
     )
 
 
@@ -293,8 +301,9 @@ def _open_streams(
         streams[name] = open_stream(factory, with_chat_template(tokenizer, source), lock, ranks)
     notes = [f"{_title(name, samples_per_round)}: {stream.summary}" for name, stream in streams.items()]
     for name, source in sources_of(config).items():
-        if source.kind == CHAT:
-            notes.append(_end_warning(source, streams[name].first_examples(_NUM_CHATS_LOOKED_AT), tokenizer))
+        if source.kind == CHAT or task.name == SEQ2SEQ:
+            first = streams[name].first_examples(_NUM_LOOKED_AT)
+            notes.append(_stop_warning(source, task.name, first, tokenizer))
     return streams, [*filter(None, notes)]
 
 

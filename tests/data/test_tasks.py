@@ -55,15 +55,20 @@ def test_pairs_for_seq2seq_models(tmp_path: Path) -> None:
     assert batch.inputs["attention_mask"].sum(1).tolist() == [6, 6, 1]
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_targets_without_an_end(ends: bool, tmp_path: Path) -> None:
-    """Tokenizers of encoder-decoder models end targets themselves; with one that does not, the model never stops."""
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("ends", "target"), [(True, "xy"), (False, "xy<|end|>"), (False, "xy")])
+def test_targets_without_an_end(ends: bool, target: str, streaming: bool, tmp_path: Path) -> None:
+    """Tokenizers of encoder-decoder models end targets themselves; if nothing does, the model never stops."""
     tokenizer = tiny.byte_tokenizer(ends=ends)
-    path = write(tmp_path / "a.jsonl", json.dumps({"source": "abc", "target": "xy"}) + "\n")
-    config = DataConfig(path=path, kind="pairs", sequence_length=6)
-    samples = opened(config, tmp_path / "cache", Task("seq2seq"), tokenizer)
-    assert ("adds no <|end|> to targets" in samples.notes[0]) is not ends
-    assert (tokenizer.eos_token_id in in_order(samples.train).batch([0]).labels) is ends
+    path = write(tmp_path / "a.jsonl", json.dumps({"source": "abc", "target": target}) + "\n")
+    config = DataConfig(path=path, kind="pairs", sequence_length=6, streaming=streaming)
+    config = replace(config, cache_dir=str(tmp_path / "cache"))
+    tokens = tokenize_all(config, tokenizer, "seq2seq")
+    samples = open_samples(config, tokens, Task("seq2seq"), seed=3, open_tokenizer=lambda: tokenizer)
+    has_end = ends or "end" in target
+    assert any("no target has <|end|>" in note for note in samples.notes) is not has_end
+    if not streaming:
+        assert (tokenizer.eos_token_id in in_order(samples.train).batch([0]).labels) is has_end
 
 
 def test_texts_with_classes(tmp_path: Path) -> None:

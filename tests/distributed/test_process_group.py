@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,31 @@ from fsdp_shard.distributed import (
     variables_for_torch,
 )
 from fsdp_shard.distributed.hardware import init_device
+from fsdp_shard.distributed.started_ranks import check_started
 from fsdp_shard.errors import ConfigError
 from tests.support.ranks import on_ranks
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "words"),
+    [
+        ({"nodes": "1:1"}, 1, None),
+        ({"ranks": 2}, 1, r"launch\.ranks=2 has no effect: this process is the only rank"),
+        ({"nodes": "2:3", "rendezvous": "a:1"}, 1, r"launch\.nodes='?2:3'? has no effect"),
+        ({"max_restarts": 1}, 1, r"launch\.max_restarts=1 has no effect"),
+        ({"ranks": 2}, 2, None),
+        ({"ranks": 2, "nodes": "1:2", "rendezvous": "a:1"}, 2, None),
+        ({"ranks": 3}, 2, r"launch\.ranks=3, but 2 ranks have been started"),
+    ],
+)
+def test_ranks_are_those_of_the_settings(
+    settings: dict[str, Any], world_size: int, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
+        check_started(LaunchConfig(**settings), world_size)
+
 
 _SECONDS = 60.0  # of `on_ranks`; that of a backend is half an hour (gloo) or ten minutes (NCCL)
 

@@ -112,14 +112,20 @@ def test_a_run_that_resumed_is_planned_as_one(model: Path, tmp_path: Path) -> No
 @pytest.mark.long
 def test_a_run_that_was_killed_has_the_ranks_of_its_latest_checkpoint(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert _train(model, run).status == 0
+    assert _train(model, run, "train.global_batch_size=2").status == 0
     (run / "result.json").unlink()
+    # As two machines of one to two would have started it, which is no run of four ranks.
+    others = {"ranks: 2": "ranks: 1", "nodes: '1'": "nodes: '1:2'", "rendezvous: null": "rendezvous: a:1"}
     settings = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(settings.replace("ranks: 2", "ranks: 1"))  # as torchrun would have started it
+    for old, new in others.items():
+        assert old in settings
+        settings = settings.replace(old, new)
+    (run / "config.yaml").write_text(settings)
     ended = run_arguments(["plan", str(run), f"run_dir={tmp_path / 'plan'}", "device=h100"])
     assert ended.status == 0, ended.err
     result = json.loads((tmp_path / "plan" / "result.json").read_text())
     assert len(result["per_rank"]) == 2
+    assert result["refused"] is None
     assert [row["rank"] for row in result["measured"]["compared"]] == [0, 1]
     assert "(the median)." in ended.out, "no bound of a device that may be another one"
 

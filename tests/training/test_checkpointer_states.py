@@ -341,7 +341,7 @@ def test_states_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
             checkpointer.save(1, model, optimizer)
         return said
 
-    words = "the ranks differ in the optimizer's states of weight, which are not sharded, and only the value of one"
+    words = "the ranks differ in states of SGD for weight that are not sharded, and only the value of one"
     for found in on_ranks(2, work):
         assert all(words in said for said in found), found
 

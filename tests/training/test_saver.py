@@ -303,4 +303,4 @@ def test_an_optimizer_that_would_lose_state_in_a_resume_is_refused(tmp_path: Pat
         assert "_Counting cannot be saved: its steps change count=1 in a parameter group" in found[0]
         assert "_Global cannot be saved: it has a state under the key 'global'" in found[1]
         assert "_Outer cannot be saved: there is another optimizer in it" in found[2]
-        assert "_Local cannot be saved: the ranks differ in the optimizer's states of" in found[3]
+        assert "_Local cannot be saved: the ranks differ in states of _Local for" in found[3]

@@ -43,7 +43,8 @@ def planner_for(
             check_budgets(candidate.objective, candidate.num_ranks // config.launch.min_nodes)
 
     on_gpu = "cpu" not in (config.launch.device, config.device.planned_kind)  # else the plan is for GPUs elsewhere
-    nodes = config.launch.min_nodes, config.launch.max_nodes
+    # A measured run had the ranks that it had.
+    nodes = (config.launch.min_nodes, config.launch.max_nodes) if config.run is None else (1, 1)
     planner = Planner(model_config, on_gpu=on_gpu, check_together=check_together, host=host, nodes=nodes)
 
     def seconds(candidate: PlannedRun) -> float | None:

@@ -279,7 +279,7 @@ class Checkpointer:
         if (name := first_difference(self._ranks, digests)) is not None:
             raise SaveError(
                 f"Step {given.step} was not saved: the ranks differ in {name}, and only the value of one rank could be "
-                f"restored. Pass data that differs by rank as extra_per_rank; sharded tensors must be DTensors."
+                f"restored. Sharded tensors must be DTensors; pass other data that differs by rank as extra_per_rank."
             )
 
     @_one_at_a_time

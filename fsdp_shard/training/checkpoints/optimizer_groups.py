@@ -23,6 +23,8 @@ from fsdp_shard.training.optim.build import needs_closure
 from fsdp_shard.utils import tree_leaves
 
 _SMALL_BYTES = 1 << 20
+# Class and state: what a step computes before it reads it, of the elements that the rank holds.
+_COMPUTED_ANEW = {("Adafactor", "RMS")}  # of transformers
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
 
 
@@ -117,9 +119,11 @@ def state_digests(
         for name, shard in shards.items():
             if id(shard.tensor) not in members:
                 continue
-            key = f"the optimizer's states of {prefix}{name}, which are not sharded"
+            key = f"states of {type(optimizer).__name__} for {prefix}{name} that are not sharded"
             digest = xxhash.xxh3_64()
             for slot, value in sorted(optimizer.state.get(shard.tensor, {}).items()):
+                if (type(optimizer).__name__, slot) in _COMPUTED_ANEW:
+                    continue
                 digest.update((slot if isinstance(value, torch.Tensor) else f"{slot}={value!r}").encode())
                 for tensor in _whole_tensors(slot, value, shard):
                     if not (of_any_size or tensor.nbytes <= _SMALL_BYTES):

@@ -77,7 +77,8 @@ class FinetuneSaver(BackgroundSaver):
         super().__init__(context, config, publisher, log, lock)
         self._run_content = content
         self.copy_before_steps_of([content.optimizer])
-        self._optimizer, self._watch = content.optimizer, GroupWatch(content.optimizer)
+        self._optimizer = content.optimizer
+        self._watch = GroupWatch(content.optimizer) if config.optimizer else None
         self._is_checked = self._has_compared = False
 
     def is_due(self, state: TrainerState, num_steps: int) -> bool:
@@ -145,7 +146,7 @@ class FinetuneSaver(BackgroundSaver):
         if values := checkpoint.optimizer_values(optimizer, shards):
             name, value = min(values.items())
             why = why or f"it keeps {name}={value!r} in its state, which is not a tensor and would be lost in a resume"
-        if (changed := self._watch.changed) is not None:
+        if (changed := self._watch and self._watch.changed) is not None:
             why = why or f"its steps change {changed} in a parameter group, which would be lost in a resume"
         if why is not None:
             raise SaveError(

@@ -3,8 +3,8 @@
 Settings of an optimizer are there, too: what a loop changes between steps is none of its state.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class GroupWatch:
 def group_options(optimizer: Optimizer) -> Options:
     """A copy of the options of each parameter group, without the learning rate, which a schedule sets."""
     return [
-        {name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", "lr")}
+        {name: _copied(value) for name, value in group.items() if name not in ("params", "lr")}
         for group in optimizer.param_groups
     ]
 
@@ -53,7 +53,22 @@ def changed_option(before: Options, optimizer: Optimizer) -> str | None:
     return None
 
 
+def _copied(value: Any) -> Any:
+    """A copy of plain data and tensors; any other object itself, such as a process group or a generator."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {name: _copied(one) for name, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list | tuple) else value
+
+
 def _is_same(old: Any, new: Any) -> bool:
+    """Whether `new` is still what `_copied` has made `old` of."""
     if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
         return torch.equal(old, new)
-    return bool(old == new)
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old.keys() == new.keys() and all(_is_same(value, new[name]) for name, value in old.items())
+    if isinstance(old, list) and isinstance(new, list | tuple):
+        return len(old) == len(new) and all(map(_is_same, old, new))
+    is_plain = isinstance(old, str | bytes | Number) and isinstance(new, str | bytes | Number)
+    return old is new or (is_plain and (old == new or (old != old and new != new)))  # NaN is not equal to itself
