@@ -24,6 +24,9 @@ from fsdp_shard.utils import disk_bytes_read, no_cudnn_attention
 _UNSUPPORTED = (
     "prompt_lookup_num_tokens",
     "assistant_early_exit",
+    "penalty_alpha",
+    "dola_layers",
+    "force_words_ids",
     "token_healing",
     "max_time",
 )
