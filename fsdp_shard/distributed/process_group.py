@@ -178,7 +178,7 @@ def join_ranks(launch: LaunchConfig, tensor_parallel: int = 1) -> Iterator[Distr
         >>> with fs.join_ranks(config.launch, config.tensor_parallel) as context:  # doctest: +SKIP
         ...     print(context is None or context.is_main)
     """
-    if max(world_sizes(launch)) == 1 and not dist.is_initialized():
+    if max(world_sizes(launch)) == 1 and not (dist.is_initialized() and dist.get_world_size() > 1):
         check_started(launch, 1)
         yield None
         return

@@ -46,13 +46,13 @@ def check_started(settings: LaunchConfig, world_size: int) -> None:
     Raises:
         ConfigError: There are others, or none although this process is to start some.
     """
-    asks = {"ranks": settings.ranks > 1, "nodes": settings.max_nodes > 1, "max_restarts": settings.max_restarts > 0}
     if world_size == 1 and "RANK" not in os.environ:
         why = (
             "has no effect: this process is the only rank, and a program that calls the stages starts no others. "
             "Start it with torchrun, or make its function a recipe (`@fs.recipe`)."
         )
-        refuse_changed(settings, [name for name, is_set in asks.items() if is_set], "launch.", why)
+        names = ["ranks", "max_restarts", *(["nodes"] if settings.max_nodes > 1 else [])]  # nodes=1:1 is one machine
+        refuse_changed(settings, names, "launch.", why)
     on_this_machine = number_in(os.environ, "LOCAL_WORLD_SIZE", str(world_size))
     if settings.ranks not in (1, world_size, on_this_machine):
         raise ConfigError(

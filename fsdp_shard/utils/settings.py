@@ -162,7 +162,7 @@ def derived(*settings: str) -> Callable[[Callable[[Any], T]], Derived[T]]:
 class Parsed(Derived[T]):
     """The typed value of one setting, parsed by `check`, or when it is first used.
 
-    Declare it beside the setting, without an annotation:
+    Declare it next to the setting, without an annotation:
 
         max_shard_size: str = setting("5GB", "...")
         max_shard_bytes = Parsed("max_shard_size", parse_size)

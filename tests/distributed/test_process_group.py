@@ -19,12 +19,26 @@ from fsdp_shard.distributed import (
     LaunchConfig,
     OnlyRank,
     init_distributed,
+    join_ranks,
     variables_for_torch,
 )
 from fsdp_shard.distributed.hardware import init_device
 from fsdp_shard.distributed.started_ranks import check_started
 from fsdp_shard.errors import ConfigError
 from tests.support.ranks import on_ranks
+
+
+def _joined(context: DistributedContext) -> int | None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)  # as in a process group that another library has made
+    with join_ranks(LaunchConfig(device="cpu")) as ranks:
+        return None if ranks is None else ranks.world_size
+
+
+def test_ranks_are_joined_in_a_process_group_of_others() -> None:
+    """Else each would do all the work, and write the same files."""
+    assert on_ranks(2, _joined) == [2, 2]
+    assert on_ranks(1, _joined) == [None]
 
 
 @pytest.mark.parametrize(

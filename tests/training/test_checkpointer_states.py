@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
+from transformers import Adafactor
 
 import fsdp_shard as fs
 from fsdp_shard.checkpoint import FAULTS
@@ -467,3 +468,18 @@ def test_without_step_hooks_a_save_is_not_in_the_background(tmp_path: Path) -> N
     with fs.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, model, _Wrapper(torch.optim.SGD(model.parameters())))
         assert checkpointer.steps == [1]
+
+
+def test_what_adafactor_computes_anew_in_each_step_may_differ(tmp_path: Path) -> None:
+    def work(context: DistributedContext) -> bool:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        optimizer = Adafactor(model.parameters(), lr=0.1, relative_step=False, scale_parameter=False)
+        model.weight.grad, model.bias.grad = torch.ones(3, 3), torch.ones(3)
+        optimizer.step()
+        optimizer.state[model.weight]["RMS"] = torch.tensor(float(context.rank))  # of a rank's part, under FSDP1
+        with fs.Checkpointer(tmp_path / "run", asynchronous=False) as checkpointer:
+            checkpointer.save(1, model, optimizer)
+        return True
+
+    assert on_ranks(2, work) == [True, True]

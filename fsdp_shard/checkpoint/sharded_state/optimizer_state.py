@@ -141,7 +141,7 @@ def _state_shard(name: str, shard: LocalShard, value: torch.Tensor) -> LocalShar
     is not sharded. `data` is a copy if the state is not contiguous.
     """
     held, param = _contiguous(value), shard.tensor
-    if isinstance(held, DTensor) and not (isinstance(param, DTensor) and is_placed_like(held, param)):
+    if isinstance(held, DTensor) and not (isinstance(param, DTensor) and _is_placed_like(held, param)):
         if any(placement.is_partial() for placement in held.placements):
             raise CheckpointError(
                 f"The optimizer keeps {name} as a DTensor with the placements {tuple(held.placements)}, of which each "
@@ -171,7 +171,7 @@ def _state_shard(name: str, shard: LocalShard, value: torch.Tensor) -> LocalShar
     return LocalShard(value, held.view(-1), 0, tuple(value.shape), shard.writes)
 
 
-def is_placed_like(state: DTensor, param: DTensor) -> bool:
+def _is_placed_like(state: DTensor, param: DTensor) -> bool:
     """Whether the ranks divide a state in the same way as its parameter."""
     return (
         state.shape == param.shape

@@ -56,7 +56,7 @@ class StepContent:
 
     @property
     def folders(self) -> tuple[Folder, ...]:
-        """What is written beside the weights, as rank files whatever their layout."""
+        """What is written in addition to the weights, as rank files whatever their layout."""
         return Folder(OPTIMIZER, self.optimizer, {}), Folder(AVERAGE, self.average, self.aliases)
 
 

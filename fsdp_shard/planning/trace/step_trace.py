@@ -350,7 +350,7 @@ def _phases(
         state["gradients"] = storage_bytes(plain_parts(gradients))
 
     def after_update(*args: Any) -> None:
-        states = getattr(optimizer, "inner_state", optimizer.state).values()
+        states = getattr(optimizer, "inner", optimizer).state.values()
         held = [value for values in states for value in values.values()]
         live.mark(held, "optimizer")
         state["optimizer"] = storage_bytes(plain_parts(held))

@@ -100,7 +100,8 @@ class _NotedChanges(_Mode):
 class _UnmatchedMarks(_Mode):
     """Keeps the profiler's marks from torch's context of a recomputation, which refuses more than the forward pass had.
 
-    A unit of FSDP2 that is called in a backward pass takes itself for the root, and marks that, too.
+    A unit of FSDP2 that is called in a backward pass takes itself for the root, and marks that, too. Needed until torch
+    has the profiler's operators among its SAC_IGNORED_OPS, which 2.13 has not.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

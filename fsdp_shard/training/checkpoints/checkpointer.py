@@ -36,9 +36,9 @@ from fsdp_shard.training.checkpoints.checkpointer_document import (
 from fsdp_shard.training.checkpoints.optimizer_groups import (
     Optimizers,
     bare_optimizers,
+    cleared_states,
     create_states,
     format_names,
-    kept_on_error,
     load_slots,
     optimizer_parts,
     set_options,
@@ -436,7 +436,7 @@ class Checkpointer:
                 set_options(one, values.options[name])  # some decide which states there are
             create_states(optimizers, shards.shards, stored.slots)
 
-        with kept_on_error(optimizers):
+        with cleared_states(optimizers):
             if (index := stored.optimizer_index) is not None:
                 load_slots(index, stored.slots, create, lambda: optimizer_parts(optimizers, shards.shards)[0], ranks)
             else:

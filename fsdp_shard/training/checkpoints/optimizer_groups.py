@@ -212,7 +212,7 @@ def create_states(optimizers: Mapping[str, Optimizer], shards: Mapping[str, Loca
 
 
 @contextmanager
-def kept_on_error(optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
+def cleared_states(optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
     """Clear the optimizers' states, and restore them and the options if they cannot be filled.
 
     Until then, both need memory.

@@ -24,7 +24,7 @@ from fsdp_shard.training.trainer_state import TrainerState, is_due
 
 
 class RunContent(NamedTuple):
-    """What a run puts into each of its steps, beside its progress.
+    """What a run saves in each of its steps, except its progress.
 
     Attributes:
         loaded: The model.
@@ -49,7 +49,7 @@ class FinetuneSaver(BackgroundSaver):
         run_dir: The run directory.
         config: The settings `checkpoint.*`.
         context: The ranks.
-        content: What each step contains, beside the progress of the run.
+        content: What each step contains, except the progress of the run.
         log: Reports saves.
         lock: The lock of the run, which a save that goes on keeps.
 
@@ -77,7 +77,6 @@ class FinetuneSaver(BackgroundSaver):
         super().__init__(context, config, publisher, log, lock)
         self._run_content = content
         self.copy_before_steps_of([content.optimizer])
-        self._optimizer = content.optimizer
         self._watch = GroupWatch(content.optimizer) if config.optimizer else None
         self._is_checked = self._has_compared = False
 
@@ -121,7 +120,7 @@ class FinetuneSaver(BackgroundSaver):
 
         def states() -> dict[str, LocalShard]:
             self._check_optimizer(shards)
-            return checkpoint.optimizer_shards(self._optimizer, shards)
+            return checkpoint.optimizer_shards(self._run_content.optimizer, shards)
 
         found = run_on_all(self._ranks, states)
         if self._ranks.world_size > 1:
@@ -130,17 +129,18 @@ class FinetuneSaver(BackgroundSaver):
 
     def _check_same_states(self, shards: Mapping[str, LocalShard]) -> None:
         """Raise SaveError if the ranks hold other values of a state that only one of them saves; a collective."""
-        digests = state_digests({"": self._optimizer}, shards, of_any_size=not self._has_compared)
+        optimizer = self._run_content.optimizer
+        digests = state_digests({"": optimizer}, shards, of_any_size=not self._has_compared)
         self._has_compared = True
         if (name := first_difference(self._ranks, digests)) is not None:
             raise SaveError(
-                f"{type(self._optimizer).__name__} cannot be saved: the ranks differ in {name}, and only the values of "
+                f"{type(optimizer).__name__} cannot be saved: the ranks differ in {name}, and only the values of "
                 f"one rank could be restored. Make them equal, or DTensors, or set checkpoint.optimizer=false."
             )
 
     def _check_optimizer(self, shards: Mapping[str, LocalShard]) -> None:
         """Raise SaveError if the optimizer has a state that would be lost in a resume."""
-        optimizer = self._optimizer
+        optimizer = self._run_content.optimizer
         inner = optimizer.inner if isinstance(optimizer, FullParamOptimizer) else optimizer
         why = why_not_savable(inner)
         if values := checkpoint.optimizer_values(optimizer, shards):

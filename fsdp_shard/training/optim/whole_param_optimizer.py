@@ -92,11 +92,6 @@ class FullParamOptimizer(torch.optim.Optimizer):
             if not isinstance(value, torch.Tensor)
         }
 
-    @property
-    def inner_state(self) -> Mapping[torch.Tensor, Mapping[str, Any]]:
-        """The optimizer state of this rank's own parameters, by full parameter."""
-        return self.inner.state
-
     def _with_gradients(self) -> set[str]:
         """Names of the parameters with a gradient on any rank; under FSDP1, a rank may have none of its elements."""
         names = list(self._shards)
