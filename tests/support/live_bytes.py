@@ -213,7 +213,7 @@ def _measure(
     params = [
         shard.data for name, shard in model.local_shards().items() if isinstance(shard.tensor, torch.nn.Parameter)
     ]
-    states = getattr(training.optimizer, "_inner", training.optimizer).state.values()
+    states = getattr(training.optimizer, "inner", training.optimizer).state.values()
     tensors = [value for state in states for value in state.values()]
     largest = dict(sorted(live.by_maker.items(), key=lambda item: -item[1])[:60])
     return RankBytes(
