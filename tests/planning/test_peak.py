@@ -39,10 +39,11 @@ _HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _TABLE: list[str] = []
 
 
-def llama(vocabulary: int = 512, *, tied: bool = False) -> LlamaConfig:
+def llama(vocabulary: int = 512, *, tied: bool = False, pad: int | None = None) -> LlamaConfig:
     return LlamaConfig(
         architectures=["LlamaForCausalLM"], hidden_size=128, intermediate_size=320, num_hidden_layers=4, head_dim=32,
-        vocab_size=vocabulary, max_position_embeddings=256, tie_word_embeddings=tied, dtype="float32", **_HEADS,
+        vocab_size=vocabulary, max_position_embeddings=256, tie_word_embeddings=tied, pad_token_id=pad,
+        dtype="float32", **_HEADS,
     )  # fmt: skip
 
 
@@ -273,6 +274,9 @@ _SETTINGS = {
         shard={"tensor_parallel": 2, "sync_every_micro_batch": False}, rows=1, length=32, micro_batches=3
     ),
     "layers over 2, short": Setting(shard={"tensor_parallel": 2}, rows=1, length=8),
+    "layers over 2, short, padding token of rank 1": Setting(
+        model=lambda: llama(pad=500), shard={"tensor_parallel": 2}, rows=1, length=8
+    ),
     "layers over 2, tied, short": Setting(
         model=lambda: llama(8192, tied=True), shard={"tensor_parallel": 2}, rows=1, length=32
     ),

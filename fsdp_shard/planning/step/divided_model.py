@@ -58,7 +58,10 @@ def _divide_layers(model: PreTrainedModel, num_ranks: int) -> None:
             part = param.detach().chunk(num_ranks, dim)[0].contiguous()
             made[id(param)] = nn.Parameter(part, requires_grad=param.requires_grad)
         owner, _, last = name.rpartition(".")
-        setattr(model.get_submodule(owner), last, made[id(param)])
+        module = model.get_submodule(owner)
+        setattr(module, last, made[id(param)])
+        if isinstance(module, nn.Embedding) and (module.padding_idx or 0) >= len(module.weight):
+            module.padding_idx = None  # another rank has the row of the padding token
     for fqn, style in plan.items():
         if fqn not in params:
             _communicate(model.get_submodule(fqn), style, num_ranks)
