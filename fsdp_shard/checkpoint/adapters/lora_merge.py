@@ -35,7 +35,7 @@ from fsdp_shard.checkpoint.keys.model_names import (
     names_of_files,
     names_of_model,
 )
-from fsdp_shard.checkpoint.keys.tied_weights import absent_ties
+from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, has_same_bytes
 from fsdp_shard.checkpoint.model_files import read_config
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError, InputError, one_line
@@ -74,11 +74,12 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
         base = base if recorded.head is None else _without(base, recorded.head.replaced)
     has_new_head = recorded is not None and recorded.head is not None
     names = _names(adapter, base, side, settings, parts, has_new_head=has_new_head)
-    merge = _Merge(adapter, base, side, settings, names, has_new_head)
-    whole = {fqn: name for fqn, name in parts.whole.items() if merge.is_read(fqn)}
+    merge = _Merge(adapter, base, side, settings, parts, names, has_new_head)
+    whole = merge.whole
     targets = {module: factors for module, factors in parts.factors.items() if merge.is_target(module)}
-    notes = merge.check_modules(parts)
-    entries = {entry.name: entry for entry in (merge.replacement(name, fqn) for fqn, name in whole.items())}
+    notes = merge.check_modules()
+    stored = {fqn: name for fqn, name in whole.items() if not merge.is_absent_copy(fqn)}
+    entries = {entry.name: entry for entry in (merge.replacement(name, fqn) for fqn, name in stored.items())}
     entries |= {entry.name: entry for entry in (merge.adapted_weight(*item, entries) for item in targets.items())}
     if both := [module for module in targets if module in merge.wrapped_parameters]:
         raise CheckpointError(f"{settings.path}: target_modules and target_parameters both have {both[0]}.")
@@ -165,16 +166,32 @@ def _left_out(adapter: TensorIndex, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Merge:
-    """Makes the merged model's entries; `has_new_head` is true if the adapter has tensors that its base lacks."""
+    """Makes the merged model's entries.
+
+    Attributes:
+        adapter: The adapter's tensors.
+        base: The base model's weights.
+        side: The directory with the config of the base.
+        settings: The settings of the adapter.
+        parts: What the adapter's tensors are.
+        names: The model's names for the base's tensors.
+        has_new_head: The adapter has tensors that its base lacks.
+    """
 
     adapter: TensorIndex
     base: TensorIndex
     side: Path
     settings: LoraSettings
+    parts: AdapterParts
     names: ModelNames
     has_new_head: bool
 
-    def is_read(self, fqn: str) -> bool:
+    @functools.cached_property
+    def whole(self) -> Mapping[str, str]:
+        """Return the name in the adapter of each tensor that it stores whole, of those that peft reads."""
+        return {fqn: name for fqn, name in self.parts.whole.items() if self._is_read(fqn)}
+
+    def _is_read(self, fqn: str) -> bool:
         """Return whether peft reads a whole tensor: it wraps adapted modules and keeps the base's as `base_layer`."""
         owner = fqn.rpartition(".")[0]
         module = owner.removesuffix(".base_layer")
@@ -301,13 +318,13 @@ class _Merge:
                 pieces.append(Piece(first.file, first.start, offsets, piece_shape, codec))
             yield kept._replace(pieces=tuple(pieces))
 
-    def check_modules(self, parts: AdapterParts) -> list[str]:
+    def check_modules(self) -> list[str]:
         """Compare the modules that the settings name with the tensors; returns notes.
 
         Raises:
             CheckpointError: A module cannot be adapted, or is missing from the adapter.
         """
-        names = self.names.tensors
+        names, parts = self.names.tensors, self.parts
         owners = {name.rpartition(".")[0] for name in names}
         if not all(module in owners or module in self.wrapped_parameters for module in parts.factors):
             return []  # the base has another prefix or none: peft's rules do not cover its names
@@ -363,12 +380,24 @@ class _Merge:
             raise self._other_form(fqn)
         return self.base.tensors[parts[0].name]
 
+    def is_absent_copy(self, fqn: str) -> bool:
+        """Return whether a tensor is not stored in the base, and equal to the one that the base ties it to."""
+        return not self.has_new_head and not _find(self.names, fqn) and fqn in self._copies
+
+    @functools.cached_property
+    def _copies(self) -> Mapping[str, str]:
+        """Return the ties of which the adapter stores both tensors, equal, as with peft's `ensure_weight_tying`."""
+        whole, is_same = self.whole, functools.partial(has_same_bytes, self.adapter)
+        both = {alias: kept for alias, kept in self._ties.items() if alias in whole and kept in whole}
+        return {alias: kept for alias, kept in both.items() if is_same(whole[alias], whole[kept])}
+
     def _refuse_tied(self, fqn: str) -> None:
         ties = {} if _IN_LAYER.search(fqn) else self._ties
-        if fqn in ties or fqn in ties.values():
+        changed_alone = ties.keys() - self._copies.keys() if ties else ()
+        if any(fqn in (alias, ties[alias]) for alias in changed_alone):
             raise CheckpointError(
                 f"{self.adapter.root} changes {fqn}, which {self.base.path} ties to another tensor; merging would "
-                f"change both."
+                f"change both. Merge it with peft, which separates them."
             )
 
     @functools.cached_property

@@ -359,17 +359,41 @@ def test_what_only_the_class_of_the_base_ties_is_not_changed(
     settings: dict[str, Any], tied: str, tmp_path: Path
 ) -> None:
     """The config.json of Gemma has no tie_word_embeddings: the class ties its embedding and its head."""
-    config = GemmaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=64,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
-    entries = json.loads((tmp_path / "base" / "config.json").read_text())
-    entries.pop("tie_word_embeddings", None)
-    (tmp_path / "base" / "config.json").write_text(json.dumps(entries))
+    save_tied(tmp_path / "base", records_ties=False)
     save(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), settings, tmp_path / "adapter")
     with pytest.raises(CheckpointError, match=rf"changes {tied}\.weight, which .*base ties to another tensor"):
         by_us(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("records_ties", [True, False])
+def test_both_copies_of_a_tied_embedding_are_one_tensor(records_ties: bool, tmp_path: Path) -> None:
+    """With `ensure_weight_tying`, peft trains one tensor and stores it under both names."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save_tied(base, records_ties=records_ties)
+    settings = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    save(AutoModelForCausalLM.from_pretrained(base), settings, adapter)
+    names = [f"{_P}{name}.weight" for name in ("model.embed_tokens", "lm_head")]
+    embedding, head = (load_file(adapter / "adapter_model.safetensors")[name] for name in names)
+    assert torch.equal(embedding, head)
+    convert(adapter, tmp_path / "target")
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "target").state_dict(), by_peft(adapter, base))
+    assert verify(adapter).is_sound
+    edit(adapter, {}, plus(**{names[1]: head + 1}))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight, which .*base ties to another tensor"):
+        by_us(adapter)
+
+
+def save_tied(directory: Path, *, records_ties: bool) -> None:
+    """Save a model with a tied embedding, which without `records_ties` only its class says."""
+    config = GemmaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    entries = json.loads((directory / "config.json").read_text())
+    if not records_ties:
+        entries.pop("tie_word_embeddings", None)
+    (directory / "config.json").write_text(json.dumps(entries))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
