@@ -79,6 +79,7 @@ from .task import (
     check_task as check_task,
 )
 from .tokenized.encoder import tokenizer_state as tokenizer_state
+from .tokenized.token_cache import cache_errors as cache_errors
 from .tokenized.token_file import Array as Array, Examples as Examples
 from .validate import (
     check_data as check_data,

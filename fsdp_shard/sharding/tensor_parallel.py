@@ -14,10 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import apply_tensor_plan, follows_plans_by_fqn, parallel_plan, tied_names
 
-# Styles that divide a parameter along one dimension, or replicate it with the same gradient on each rank.
-_STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_rep", "embedding_rowwise"})
-
-
+# Styles that divide a parameter along one dimension: outputs of a layer, of which the last two gather them; inputs; and
+# rows of an embedding.
+COLUMN_STYLES = ("colwise", "colwise_gather_output", "colwise_rep")
+GATHERED_STYLES = COLUMN_STYLES[1:]
+ROW_STYLES = ("rowwise", "rowwise_rep")
+EMBEDDING_STYLE = "embedding_rowwise"
+_STYLES = frozenset({*COLUMN_STYLES, *ROW_STYLES, EMBEDDING_STYLE})
 # Styles of replicated parameters whose gradients would have to be summed.
 INFERENCE_STYLES = frozenset({"replicated_with_grad_allreduce"})
 
@@ -75,7 +78,7 @@ def _between_cut_layers(model: nn.Module, plan: Mapping[str, str]) -> str:
 
 def _uneven_outputs(model: nn.Module, plan: Mapping[str, str], num_ranks: int) -> list[str]:
     """Parameters whose outputs are gathered but not evenly divided; irrelevant once 5.23 is the oldest version."""
-    gathered = {name for name, style in plan.items() if style in ("colwise_gather_output", "colwise_rep")}
+    gathered = {name for name, style in plan.items() if style in GATHERED_STYLES}
     params = model.named_parameters(remove_duplicate=False)  # a tied head is gathered, too
     return [name for name, param in params if name in gathered and len(param) % num_ranks]
 

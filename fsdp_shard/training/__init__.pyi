@@ -9,7 +9,10 @@ from .checkpoints.checkpointer_document import (
     random_state as random_state,
     restore_random_state as restore_random_state,
 )
-from .checkpoints.recorded_settings import settings_changed_since as settings_changed_since
+from .checkpoints.recorded_settings import (
+    read_settings as read_settings,
+    settings_changed_since as settings_changed_since,
+)
 from .checkpoints.resume import (
     check_optimizer as check_optimizer,
     find_step as find_step,

@@ -53,7 +53,7 @@ def tokenize(source: Source, kind: Kind, tokenizer: Tokenizer, cache_dir: Path, 
     directory = cache_dir / json_digest([source.fingerprint(), *encoder.fingerprint()])
     if (known := TokenFile.read(directory)) is not None:
         return known
-    try:
+    with cache_errors(directory):
         cache_dir.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(cache_dir)
         with atomic_directory(directory) as temporary:
@@ -61,11 +61,18 @@ def tokenize(source: Source, kind: Kind, tokenizer: Tokenizer, cache_dir: Path, 
             summarize(files, encoder, source.name).write_meta()
             if directory.exists() and TokenFile.read(directory) is None:
                 shutil.rmtree(directory, ignore_errors=True)
-    except OSError as error:
-        raise DataError(f"The token cache {directory} cannot be written ({error}); set data.cache_dir.") from error
     written = TokenFile.read(directory)
     assert written is not None, directory
     return written
+
+
+@contextmanager
+def cache_errors(directory: Path) -> Iterator[None]:
+    """Raise DataError if `directory` of the data cache cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"The data cache {directory} cannot be written ({error}); set data.cache_dir.") from error
 
 
 def _write(directory: Path, source: Source, encoder: Encoder, num_workers: int) -> list[Path]:

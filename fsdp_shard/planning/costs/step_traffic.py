@@ -14,7 +14,7 @@ from fsdp_shard import sharding
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.planning.costs.block_flops import Attention
 from fsdp_shard.planning.costs.model_facts import ModelFacts, text_setting
-from fsdp_shard.planning.costs.unit_shares import COLUMN_STYLES, ROW_STYLES, UnitShare
+from fsdp_shard.planning.costs.unit_shares import UnitShare
 from fsdp_shard.planning.planned_run import PlannedRun
 
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k")
@@ -121,13 +121,13 @@ def _of_layers(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
         outputs, inputs = weight.shape
         if style == "embedding_rowwise":
             yield Traffic("all-reduce", "tensor", num, 1, elements * inputs)
-        elif style in ROW_STYLES:
+        elif style in sharding.ROW_STYLES:
             yield Traffic("all-reduce", "tensor", num, 1, elements * outputs)
             if (block := _block_of(fqn, recomputed)) is not None:
                 if block in last_rows:  # the last one's output is not needed again
                     yield Traffic("all-reduce", "tensor", num, 1, elements * outputs)
                 last_rows[block] = fqn
-        elif style in COLUMN_STYLES:
+        elif style in sharding.COLUMN_STYLES:
             yield Traffic("all-reduce", "tensor", num, 1, elements * inputs)  # of the input's gradient
             if style != "colwise":
                 yield Traffic("all-gather", "tensor", num, 1, elements * num * -(-outputs // num))

@@ -7,10 +7,6 @@ from fsdp_shard import sharding
 from fsdp_shard.planning.costs.model_facts import ModelFacts
 from fsdp_shard.planning.planned_run import PlannedRun
 
-COLUMN_STYLES = ("colwise", "colwise_gather_output", "colwise_rep")
-ROW_STYLES = ("rowwise", "rowwise_rep")
-_CUT_BY_EXPERTS = "grouped_gemm"
-
 
 @dataclass(frozen=True)
 class UnitShare:
@@ -45,7 +41,7 @@ def unit_shares(facts: ModelFacts, run: PlannedRun) -> Iterator[UnitShare]:
     for unit, has_backward in zip(units, _have_backward(facts, run, units), strict=True):
         parts: dict[str, list[str]] = {"": []}
         for name in unit.parameters:
-            is_divided = run.shard.expert_parallel > 1 and facts.expert_plan.get(name) == _CUT_BY_EXPERTS
+            is_divided = run.shard.expert_parallel > 1 and facts.expert_plan.get(name) == sharding.CUT_BY_EXPERTS
             parts.setdefault(name.rpartition(".")[0] if is_divided else "", []).append(name)
         for experts, names in parts.items():
             num_gathers, num_small = _num_gathers(facts, run, unit, is_expert=bool(experts), has_backward=has_backward)
@@ -143,11 +139,11 @@ def _num_gathers(
 def _local_shape(facts: ModelFacts, run: PlannedRun, name: str) -> tuple[int, ...]:
     """The part of a parameter that the fullest rank has before sharding."""
     shape, num_ranks = facts.params[name].shape, run.shard.tensor_parallel
-    if run.shard.expert_parallel > 1 and facts.expert_plan.get(name) == _CUT_BY_EXPERTS:
+    if run.shard.expert_parallel > 1 and facts.expert_plan.get(name) == sharding.CUT_BY_EXPERTS:
         return shape[0] // run.shard.expert_parallel, *shape[1:]
     style = facts.tensor_plan.get(name) if num_ranks > 1 else None
-    if style in (*COLUMN_STYLES, "embedding_rowwise"):
+    if style in (*sharding.COLUMN_STYLES, sharding.EMBEDDING_STYLE):
         return -(-shape[0] // num_ranks), *shape[1:]
-    if style in ROW_STYLES and len(shape) > 1:
+    if style in sharding.ROW_STYLES and len(shape) > 1:
         return *shape[:-1], -(-shape[-1] // num_ranks)
     return shape

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
-
 from fsdp_shard.checkpoint import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -24,8 +22,8 @@ from fsdp_shard.checkpoint import (
 )
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.planning.unplanned import unplanned_settings
-from fsdp_shard.training import METRICS, read_rows
-from fsdp_shard.utils import RESULT, in_yaml, read_bounded, read_json, run_limited
+from fsdp_shard.training import METRICS, read_rows, read_settings
+from fsdp_shard.utils import RESULT, in_yaml, read_json
 
 _LENGTH_BYTES = 8  # of the header of a safetensors file
 
@@ -149,18 +147,12 @@ def _optimizer_bytes(step: Path, manifest: Manifest) -> list[int]:
 
 def _not_planned(file: Path) -> list[str]:
     """The settings of a run that change its memory but are not planned."""
-    content = read_bounded(file, "settings_bytes")
-    settings = run_limited(lambda: _parse(content), f"reading the settings in {file}", error=CheckpointError)
+    settings = read_settings(file) or {}
     found = unplanned_settings(partial(_value, settings))
     kind, packing = _value(settings, "data.kind"), _value(settings, "data.packing")
     if kind is not None and kind not in _FIXED_LENGTH_KINDS and not packing:
         found.append(f"data.kind={in_yaml(kind)} (samples may be shorter than data.sequence_length)")
     return found
-
-
-def _parse(content: bytes) -> dict[str, Any]:
-    document = yaml.safe_load(content.decode())
-    return document if isinstance(document, dict) else {}
 
 
 def _value(settings: Mapping[str, Any], name: str) -> Any:

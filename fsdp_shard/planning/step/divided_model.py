@@ -15,10 +15,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_shard.models import keep_experts, parallel_plan, tied_names
-from fsdp_shard.sharding import SENDS_TO_EXPERTS, ShardConfig, Unit
+from fsdp_shard.sharding import (
+    COLUMN_STYLES,
+    EMBEDDING_STYLE,
+    GATHERED_STYLES,
+    SENDS_TO_EXPERTS,
+    ShardConfig,
+    Unit,
+)
 from fsdp_shard.utils import fake_all_reduce, fake_all_to_all
 
-_BY_ROWS = ("colwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise")
+_BY_ROWS = (*COLUMN_STYLES, EMBEDDING_STYLE)
 _UNEVEN = 16  # a rank's experts are assumed to receive one more token per this many
 
 
@@ -76,11 +83,11 @@ def divided_by_columns(model: PreTrainedModel) -> list[nn.Parameter]:
 
 def _communicate(module: nn.Module, style: str, num_ranks: int) -> None:
     """Make a divided layer create the tensors that its collectives would return."""
-    if style in _BY_ROWS and style != "embedding_rowwise":
+    if style in COLUMN_STYLES:
         module.register_forward_pre_hook(lambda module, args: (_SummedBackward.apply(args[0]), *args[1:]))  # type: ignore[no-untyped-call]  # untyped in torch
     else:
         module.register_forward_hook(lambda module, args, output: _Summed.apply(output))  # type: ignore[no-untyped-call]  # untyped in torch
-    if style in ("colwise_gather_output", "colwise_rep"):
+    if style in GATHERED_STYLES:
         module.register_forward_hook(lambda module, args, output: _Gathered.apply(output, num_ranks))  # type: ignore[no-untyped-call]  # untyped in torch
 
 

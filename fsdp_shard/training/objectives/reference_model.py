@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save
 from transformers import PreTrainedModel
 
 from fsdp_shard.checkpoint import Location, describe_model, model_digests
-from fsdp_shard.data import NO_WINDOW, ComparedRows, Samples, SourceDataset, cache_directory, with_extras
+from fsdp_shard.data import NO_WINDOW, ComparedRows, Samples, SourceDataset, cache_directory, cache_errors, with_extras
 from fsdp_shard.distributed import LONGEST_TIMEOUT_SECONDS, DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import ConfigError, DataError, InputError
 from fsdp_shard.sharding import ShardedModel, free_gathered
@@ -254,10 +254,8 @@ def _read(file: Path, num_pairs: int) -> torch.Tensor | None:
 
 
 def _write(file: Path, values: torch.Tensor) -> None:
-    try:
+    with cache_errors(file.parent):
         write_atomically(file, save({EXTRA: values}), sync=True)
-    except OSError as error:
-        raise DataError(f"The data cache {file.parent} cannot be written ({error}); set data.cache_dir.") from error
 
 
 def _log_probs(reference: Reference, batch: DeviceBatch) -> torch.Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_shard.data import Ints, SourceDataset
+from fsdp_shard.data import Ints, SourceDataset, cache_errors
 from fsdp_shard.errors import DataError
 from fsdp_shard.utils import atomic_directory, write_atomically
 
@@ -50,7 +50,7 @@ class TeacherCache:
         if self.directory.exists():
             return
         counts = [source.batch([index]).num_predictions for index in range(len(source))]
-        with self._write_lock(), atomic_directory(self.directory) as new:  # another run may be faster
+        with cache_errors(self.directory.parent), atomic_directory(self.directory) as new:  # another run may be faster
             starts = np.cumsum([0, *counts], dtype=np.int64)
             np.save(new / f"{_STARTS}.npy", starts)
             np.save(new / f"{_DONE}.npy", np.zeros(len(source), bool))
@@ -79,14 +79,14 @@ class TeacherCache:
         """Record which samples have values that are already on the disk."""
         content = io.BytesIO()
         np.save(content, done)
-        with self._write_lock():
+        with cache_errors(self.directory.parent):
             write_atomically(self.directory / f"{_DONE}.npy", content.getvalue(), sync=True)
 
     @contextmanager
     def writer(self, num_predictions: int) -> Iterator[CacheWriter]:
         """Open the values to write some of them. Several processes may do so, for different values."""
         offsets = {name: int(getattr(array, "offset", 0)) for name, array in self.values(num_predictions).items()}
-        with self._write_lock():
+        with cache_errors(self.directory.parent):
             files = {name: os.open(self.directory / f"{name}.npy", os.O_RDWR) for name in offsets}
             try:
                 yield CacheWriter(files, offsets, self.k)
@@ -108,14 +108,6 @@ class TeacherCache:
                 f"{self.directory}, so that it is made again."
             )
         return found
-
-    @contextmanager
-    def _write_lock(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            where = self.directory.parent
-            raise DataError(f"The data cache {where} cannot be written ({error}); set data.cache_dir.") from error
 
 
 @dataclass(frozen=True)
