@@ -17,7 +17,6 @@ from fsdp_shard.checkpoint.config import DEFAULT_SHARD_SIZE, ConvertSettings
 from fsdp_shard.checkpoint.conversion_checks import (
     check_target,
     refuse_cast,
-    refuse_mixed_saves,
     refuse_part,
     refuse_undecodable,
 )
@@ -226,7 +225,6 @@ def _check_source_and_target(settings: ConvertSettings, source: Location, index:
     target = Path(settings.target).expanduser().absolute()
     refuse_part(index)
     refuse_undecodable(index)
-    refuse_mixed_saves(source.index)
     check_target(target, index, source.model_files if settings.overwrite else None)
 
 

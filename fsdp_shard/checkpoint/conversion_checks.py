@@ -4,7 +4,6 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from fsdp_shard.checkpoint.formats import native_sharded
 from fsdp_shard.checkpoint.formats.registry import recognize
 from fsdp_shard.checkpoint.formats.several_files import num_files
 from fsdp_shard.checkpoint.index import TensorIndex
@@ -14,8 +13,7 @@ from fsdp_shard.checkpoint.model_files import list_files
 from fsdp_shard.checkpoint.open import open_weights
 from fsdp_shard.checkpoint.steps.file_plan import DCP_METADATA, INDEX_FILE
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST
-from fsdp_shard.checkpoint.steps.shard_headers import has_described_headers
-from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, read_shard_index
+from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX
 from fsdp_shard.checkpoint.steps.step_store import LATEST, StepStore, parse_step
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import first_few, format_count
@@ -40,21 +38,6 @@ def refuse_undecodable(index: TensorIndex) -> None:
                 f"{index.path} is quantized by HQQ, which needs more than the tensors of {name} (their nbits, shape "
                 f"and packing), and no other format keeps that; give the model that it was made from."
             )
-
-
-def refuse_mixed_saves(index: TensorIndex) -> None:
-    """Refuse rank files of another save than their index where no tensor digests would show it, as in ema/."""
-    if not index.headers or index.manifest() is not None:
-        return
-    described = read_shard_index(index.root)
-    if has_described_headers(index.root, described):
-        return
-    found = native_sharded.read_headers(index.root)
-    if (found.step, found.metadata.get("save")) != (described.step, described.save):
-        raise CheckpointError(
-            f"{index.root / SHARD_INDEX} is of another save than the rank files: they were mixed up. Restore the files "
-            f"of one save."
-        )
 
 
 def refuse_cast(index: TensorIndex, dtype: str) -> None:

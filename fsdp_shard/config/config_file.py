@@ -11,7 +11,7 @@ from fsdp_shard.utils import has_content, refuse_remote, write_atomically
 def write_config(config: RunConfig) -> None:
     """Write RUN_DIR/config.yaml atomically, replacing the file of an earlier run that this one resumes.
 
-    Pass it as `--config-name` to repeat the run. A run that leaves no files does not write it.
+    Pass it as the first argument of the recipe to repeat the run. A run that leaves no files does not write it.
 
     Raises:
         ConfigError: `run_dir` cannot be written.

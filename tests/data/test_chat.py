@@ -36,7 +36,7 @@ from tests.support.prepared_data import prepare_data
 def learnt(tokenizer: Any, row: dict[str, Any], **settings: Any) -> tuple[str, list[str]]:
     """The whole text, and the stretches of it that are predicted."""
     kind = kind_of(DataConfig(kind="chat", **settings))
-    assert kind.check_row(Row("row 0", row))
+    assert kind.read(Row("row 0", row)) is not None
     ((example,),) = kind.encode([Row("row 0", row)], tokenizer)
     return tokenizer.decode(example.ids), predicted_texts(example, tokenizer)
 
@@ -187,7 +187,7 @@ def test_a_turn_that_is_not_to_be_trained(mark: dict[str, Any], template: str) -
     assert (text, turns) == (whole, all_turns[1:])
     assert turns == ["good<|im_end|>", "also good<|im_end|>"]
     kind = kind_of(DataConfig(kind="chat"))
-    assert not kind.check_row(Row("row 0", {"messages": chat[:3]}))
+    assert kind.read(Row("row 0", {"messages": chat[:3]})) is None
     (question,) = kind.questions([kind.read(Row("row 0", {"messages": [*chat, assistant("worse", **mark)]}))], None)  # type: ignore[arg-type]  # it is not rendered
     assert question is None, "the answer of the data is none to compare with"
 
@@ -292,7 +292,7 @@ def test_alpaca_and_a_column_with_the_system_prompt() -> None:
     assert learnt(tokenizer, {"messages": chat, "system": "Be brief."}) == expected
     bare = {"instruction": "Add", "input": None, "output": "3", "history": None, "system": None}
     assert learnt(tokenizer, bare)[0] == rendered(FAMILIES["chatml"], [user("Add"), assistant("3")])
-    assert not kind_of(DataConfig(kind="chat")).check_row(Row("row 0", bare | {"output": ""}))
+    assert kind_of(DataConfig(kind="chat")).read(Row("row 0", bare | {"output": ""})) is None
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def test_it_is_given_on_a_command_line_and_written_down(tmp_path: Path, config: 
         ("data.mixture={a:{path:x,weigth:2}}", r"data\.mixture\.a\.weigth"),
         ("data.mixture={a:{weight:2}}", r"data\.mixture\.a\.path"),
         ("data.mixture={a:{path:x,weight:-1}}", r"data\.mixture\.a\.weight=-1 is out of range"),
-        ("data.mixture={a:{path:x,weight:heavy}}", r"data\.mixture\.a\.weight=heavy is not a number"),
+        ("data.mixture={a:{path:x,weight:heavy}}", r"data\.mixture\.a\.weight='heavy' is str, expected a float"),
         ("data.mixture={a:{path:x,kind:chats}}", r"data\.mixture\.a\.kind=chats is not one of"),
         ("data.mixture={a:{path:x,messages_column:m}}", "messages_column is for kind=chat, not text"),
         ("data.mixture={}", r"data\.path is not set"),

@@ -194,7 +194,7 @@ def test_an_average_of_another_step_is_found(runs: Runs, tmp_path: Path) -> None
     report = verify(ema)
     assert "ema/shard-00000-of-00002.safetensors does not have the content that was written" in str(report)
     assert "there is no manifest" not in str(report)
-    with pytest.raises(CheckpointError, match=r"ema/shards\.index\.json is of another save than the rank files"):
+    with pytest.raises(CheckpointError, match=r"the header of .*/ema/shard-00000-of-00002\.safetensors is not the one"):
         convert(ema, tmp_path / "target")
     shutil.copy(other / "shards.index.json", ema)
     assert not verify(ema).is_sound

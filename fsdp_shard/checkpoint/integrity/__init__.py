@@ -1,1 +1,1 @@
-"""Checks of checkpoints against digests (`verify`), a config, another checkpoint (`diff`); `summary` for inspect."""
+"""Checks of checkpoints against digests (`verify`), a config or another checkpoint (`diff`), and `inspect`."""

@@ -145,12 +145,11 @@ class RemoteStore:
         self._remove_files(step)
         fault_point("remote-deleted")
 
-    def clean(self, before: int) -> list[int]:
-        """Delete the remains of interrupted uploads and deletions of steps before `before`; return those steps."""
-        left = [step for step in self._all_steps() if step < before and not self.has(step)]
-        for step in left:
-            self._remove_files(step)
-        return left
+    def clean(self, before: int) -> None:
+        """Delete the remains of interrupted uploads and deletions of steps before `before`."""
+        for step in self._all_steps():
+            if step < before and not self.has(step):
+                self._remove_files(step)
 
     def fetch(self, step: int, name: str, target: Path) -> None:
         """Download one file of a step."""

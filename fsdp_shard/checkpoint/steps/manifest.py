@@ -54,11 +54,10 @@ class Manifest:
     files: dict[str, FileRecord] = field(default_factory=dict)
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
         """The content of manifest.json, with its digest."""
-        document = {"kind": KIND, "format_version": self.format_version, **vars(self)}
+        document = {"kind": KIND, "format_version": FORMAT_VERSION, **vars(self)}
         # One record per line: a manifest of thousands of tensors stays readable and greppable.
         lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in document.items()]
         return seal("{\n" + ",\n".join(lines) + ",\n")
@@ -85,7 +84,7 @@ class Manifest:
         known = {"kind", "format_version", _DIGEST, *_MANIFEST_FIELDS}
         if set(document) != known:
             raise CheckpointError(f"{where}: keys {sorted(set(document) ^ known)} are missing or unknown.")
-        values = {key: value for key, value in document.items() if key not in ("kind", _DIGEST)}
+        values = {key: value for key, value in document.items() if key in _MANIFEST_FIELDS}
         _check_fields(values, _MANIFEST_FIELDS, where, "")
         for key, fields in (("files", _FILE_FIELDS), ("tensors", _TENSOR_FIELDS)):
             for name, item in values[key].items():

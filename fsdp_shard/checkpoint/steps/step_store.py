@@ -241,24 +241,21 @@ class StepStore:
             self.set_latest(latest)
         return latest
 
-    def clean_leftovers(self) -> list[str]:
-        """Delete leftovers of interrupted saves and deletions, and return their names."""
+    def clean_leftovers(self) -> None:
+        """Delete leftovers of interrupted saves and deletions."""
         if not self.root.is_dir():
-            return []
+            return
         names = sorted(entry.name for entry in self.root.iterdir())
         matches = [re.fullmatch(r"\.(step-\d{8,})\.(partial|deleted|replaced)", name) for name in names]
-        found = []
         for match in filter(None, matches):
             if (self.root / match[0]).is_symlink():
                 continue  # saves never create links
-            found.append(match[0])
             if match[2] == "replaced":
                 atomicity.recover(self.root / match[1])
             else:
                 shutil.rmtree(self.root / match[0])
         for step in self.steps():
-            found += _clean_step(self.path(step))
-        return found
+            _clean_step(self.path(step))
 
 
 def steps_to_delete(steps: Sequence[int], keep_last: int, keep_every: int | None, always: Set[int | None]) -> list[int]:
@@ -295,14 +292,10 @@ def _remove_optimizer(directory: Path) -> None:
     shutil.rmtree(hidden)
 
 
-def _clean_step(directory: Path) -> list[str]:
-    """Finish an interrupted `drop_optimizer` of a step; return the names of deleted files."""
-    found = []
+def _clean_step(directory: Path) -> None:
+    """Finish an interrupted `drop_optimizer` of a step."""
     if (directory / _NO_OPTIMIZER).is_dir():
         shutil.rmtree(directory / _NO_OPTIMIZER)
-        found.append(f"{directory.name}/{_NO_OPTIMIZER}")
     manifest = _complete_manifest(directory) if (directory / OPTIMIZER).is_dir() else None
     if manifest is not None and not has_optimizer(manifest):
         _remove_optimizer(directory)
-        found.append(f"{directory.name}/{OPTIMIZER}")
-    return found

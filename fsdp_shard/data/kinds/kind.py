@@ -93,17 +93,13 @@ class Kind(ABC):
         """
         return [*beginning_tokens(tokenizer), *plain_ids([text], tokenizer)[0]]
 
-    def check_row(self, row: Row) -> bool:
-        """Return whether `row` has training content; raise DataError if a column is missing or has a wrong type."""
-        return self.read(row) is not None
-
     def check_rows(self, rows: Sequence[Row], samples: str = ROWS) -> bool:
         """Return whether any of the first rows has training content; `samples` is as in `Task`.
 
         Raises:
-            DataError: As in `check_row`, or the rows have no such samples.
+            DataError: A column is missing or has a wrong type, or the rows have no such samples.
         """
-        return any(self.check_row(row) for row in rows)
+        return any(self.read(row) is not None for row in rows)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raise DataError if `tokenizer` lacks a feature that this kind needs, by default the end-of-text token."""

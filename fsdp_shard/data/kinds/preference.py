@@ -72,9 +72,6 @@ class PreferenceKind(Kind, PreferenceColumns):
         check_roles(_conversations(read))
         return any(one.answers for one in read)
 
-    def check_row(self, row: Row) -> bool:
-        return bool(self.read(row).answers)
-
     def encode_prompt(self, text: str, tokenizer: Tokenizer) -> list[int]:
         """Return the tokens of a user message, or of plain text if the tokenizer has no chat template."""
         return user_prompt(text, tokenizer) if tokenizer.chat_template else super().encode_prompt(text, tokenizer)

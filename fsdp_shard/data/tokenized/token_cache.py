@@ -119,7 +119,7 @@ def _store(source: Source, kind: Kind, file: Path) -> tuple[list[int], int]:
         for number, row in enumerate(bar, 1):
             values = {name: row.values[name] for name in columns if name in row.values} or row.values
             if not all(isinstance(value, _OF_JSON) for value in values.values()):
-                kind.check_row(row)
+                kind.read(row)  # raises the error of a wrong type
             try:
                 text = json.dumps([row.where, values, row.is_text, row.header], ensure_ascii=False, default=str)
             except RecursionError as error:

@@ -82,7 +82,7 @@ def test_leftovers_of_crashes_are_cleaned(tmp_path: Path) -> None:
     store.begin(2)
     (tmp_path / ".step-00000009.deleted").mkdir()
     (tmp_path / "step-00000001").rename(tmp_path / ".step-00000001.replaced")  # died between two renames
-    assert len(store.clean_leftovers()) == 3
+    store.clean_leftovers()
     assert store.steps() == [1]
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
 
@@ -94,7 +94,7 @@ def test_links_with_the_names_of_leftovers_are_kept(tmp_path: Path) -> None:
     (elsewhere / "mine").touch()
     for end in ("partial", "deleted", "replaced"):
         (store.root / f".step-00000002.{end}").symlink_to(elsewhere)
-    assert store.clean_leftovers() == []
+    store.clean_leftovers()
     assert (elsewhere / "mine").exists()
     assert store.steps() == [1]
 
