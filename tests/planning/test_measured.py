@@ -193,7 +193,7 @@ def test_metrics_of_another_run_are_not_read_through_a_link(tmp_path: Path) -> N
 def test_peaks_of_gpus_are_compared_as_they_are(tmp_path: Path) -> None:
     found = plan(num_ranks=2)
     peak = found.peak_bytes or 0
-    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "config.yaml").write_text("defaults: []")
     figures = {"device": "cuda", "peak_memory_bytes_by_rank": [peak - peak // 50, peak]}
     (tmp_path / "result.json").write_text(json.dumps(figures))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "step_seconds": 9.0}\n{"step": 2, "step_seconds": 3.0}\n{"st')
@@ -208,7 +208,7 @@ def test_peaks_of_gpus_are_compared_as_they_are(tmp_path: Path) -> None:
 
 
 def test_a_figure_that_was_not_measured_has_no_difference(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "config.yaml").write_text("defaults: []")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     row = ComparedFigure("peak", 0, 100, 0)
     figures = comparison_figures([row], read_measured(tmp_path))
