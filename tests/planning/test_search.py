@@ -58,8 +58,8 @@ MODELS: dict[str, PretrainedConfig] = {
     "mistral_7b": MistralConfig(architectures=["MistralForCausalLM"]),
     "mixtral_8x7b": MixtralConfig(architectures=["MixtralForCausalLM"], max_position_embeddings=32768),
     "t5_3b": AutoConfig.for_model(
-        "t5", architectures=["T5ForConditionalGeneration"], d_model=1024, d_kv=128, d_ff=16384, num_layers=24, num_heads=32,
-        vocab_size=32128, decoder_start_token_id=0,
+        "t5", architectures=["T5ForConditionalGeneration"], d_model=1024, d_kv=128, d_ff=16384, num_layers=24,
+        num_heads=32, vocab_size=32128, decoder_start_token_id=0,
     ),
     "gpt2_xl": GPT2Config(architectures=["GPT2LMHeadModel"], n_embd=1600, n_layer=48, n_head=25),
     "qwen3_30b": AutoConfig.for_model(
