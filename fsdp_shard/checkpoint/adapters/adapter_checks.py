@@ -24,8 +24,9 @@ from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import format_count
 
 _LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<factor>[AB])(?:\.default)?(?:\.weight)?")
-# With bias=all, peft stores the biases of modules_to_save twice more under these names, but does not read them.
-_COPIED_BIAS = re.compile(r"\.(modules_to_save|original_module)\..*bias")
+# peft stores some tensors of modules_to_save twice more under these names, but does not read them: biases with bias=all,
+# and the embeddings if the vocabulary was changed.
+_UNREAD_COPY = re.compile(r"\.(modules_to_save|original_module)\.(.*bias|weight$)")
 _MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 
 
@@ -101,7 +102,7 @@ def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
             if other := held.get(factor):
                 raise CheckpointError(f"{adapter.root} holds both {other} and {name}, which are one tensor for peft.")
             held[factor] = name
-        elif not is_copied_bias(fqn):
+        elif not is_unread_copy(fqn):
             parts.whole[fqn] = name
     settings.try_patterns(
         [*parts.factors, *(fqn.rpartition(".")[0].removesuffix(".base_layer") for fqn in parts.whole)]
@@ -112,9 +113,9 @@ def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
     return settings, parts
 
 
-def is_copied_bias(name: str) -> bool:
-    """Whether a tensor of an adapter is a bias that the adapter also stores under another name."""
-    return _COPIED_BIAS.search(name) is not None
+def is_unread_copy(name: str) -> bool:
+    """Whether a tensor of an adapter is one that the adapter also stores under the name that peft reads."""
+    return _UNREAD_COPY.search(name) is not None
 
 
 def check_factors(

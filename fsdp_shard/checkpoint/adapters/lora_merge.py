@@ -20,7 +20,7 @@ from fsdp_shard.checkpoint.adapters.adapter_checks import (
     AdapterParts,
     check_adapter,
     check_factors,
-    is_copied_bias,
+    is_unread_copy,
     refuse_other_base,
 )
 from fsdp_shard.checkpoint.adapters.merged_matrix import LowRankSum, ScaledSum
@@ -88,7 +88,7 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
         entries |= {entry.name: entry for entry in merge.adapted_parameter(*item, entries)}
     targets |= stacks
     used = {*whole.values(), *(name for factors in targets.values() for name in factors.values())}
-    if unused := [name for name in adapter.names if name not in used and not is_copied_bias(name)]:
+    if unused := [name for name in adapter.names if name not in used and not is_unread_copy(name)]:
         notes.append(_left_out(adapter, unused))
     if not entries:
         raise CheckpointError(f"{notes[-1]} Nothing of it is left.")
@@ -213,7 +213,13 @@ class _Merge:
             return TensorEntry(fqn, entry.dtype, entry.shape, of_base.pieces).with_codec(codec)
         kept = self._base_entry(_in_base(fqn))
         if entry.shape != kept.shape:
-            raise self._misfit(name, entry.shape, kept.name, kept.shape)
+            misfit = self._misfit(name, entry.shape, kept.name, kept.shape)
+            if len(entry.shape) == 2 and entry.shape[1] == kept.shape[1]:
+                raise CheckpointError(
+                    f"{misfit} If the vocabulary was changed for it, resize the base likewise "
+                    f"(resize_token_embeddings), save it, and give it as the base."
+                )
+            raise misfit
         if kind_of(entry.dtype) != kind_of(kept.dtype):
             raise CheckpointError(
                 f"{self.adapter.root}: {name} is stored as {entry.dtype}, but {kept.name} of its base as {kept.dtype}."

@@ -17,8 +17,8 @@ Tensors = dict[str, torch.Tensor]
 Change = Callable[[Tensors], Tensors]
 
 
-def save(model: Any, settings: dict[str, Any], directory: Path) -> None:
-    """Write a LoRA of `model` with random weights, as peft does; `settings` are those of its config."""
+def save(model: Any, settings: dict[str, Any], directory: Path, **options: Any) -> None:
+    """Write a LoRA of `model` with random weights, as peft does, given the settings of its config and the options of its save."""
     torch.manual_seed(3)
     config = peft.LoraConfig(r=2, lora_alpha=7, init_lora_weights=False, **settings)
     with warnings.catch_warnings():
@@ -27,7 +27,7 @@ def save(model: Any, settings: dict[str, Any], directory: Path) -> None:
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.data += torch.randn_like(parameter) / 100
-        adapted.save_pretrained(str(directory))
+        adapted.save_pretrained(str(directory), **options)
     edit(directory, {"init_lora_weights": True}, None)  # as files of real training have it
 
 

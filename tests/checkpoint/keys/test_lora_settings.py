@@ -383,6 +383,28 @@ def test_both_copies_of_a_tied_embedding_are_one_tensor(records_ties: bool, tmp_
         by_us(adapter)
 
 
+@pytest.mark.parametrize(("is_tied", "saved"), [(True, None), (False, None), (False, ["embed_tokens", "lm_head"])])
+def test_an_extended_vocabulary(is_tied: bool, saved: list[str] | None, tmp_path: Path) -> None:
+    """Then peft stores the embeddings, and those of modules_to_save under names of its own modules, too."""
+    adapter, base, resized = (tmp_path / name for name in ("adapter", "base", "resized"))
+    save_model(base, tied=is_tied)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(model.config.vocab_size + 3, mean_resizing=False)
+    model.save_pretrained(resized)
+    settings = {"target_modules": ["q_proj"], "modules_to_save": saved}
+    save(model, settings, adapter, save_embedding_layers=True)
+    names = load_file(adapter / "adapter_model.safetensors")
+    assert any(".original_module." in name for name in names) == bool(saved)
+    edit(adapter, {"base_model_name_or_path": str(base)}, None)
+    with pytest.raises(CheckpointError, match=r"has \[\d+, \d+\]: it is .* resize the base likewise"):
+        by_us(adapter)
+    edit(adapter, {"base_model_name_or_path": str(resized)}, None)
+    convert(adapter, tmp_path / "target")
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "target").state_dict(), by_peft(adapter, resized))
+    assert verify(adapter).is_sound
+    assert not locate(adapter).model_index.notes
+
+
 def save_tied(directory: Path, *, records_ties: bool) -> None:
     """Save a model with a tied embedding, which without `records_ties` only its class says."""
     config = GemmaConfig(
