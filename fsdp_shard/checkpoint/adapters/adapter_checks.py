@@ -24,8 +24,8 @@ from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import format_count
 
 _LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<factor>[AB])(?:\.default)?(?:\.weight)?")
-# peft stores some tensors of modules_to_save twice more under these names, but does not read them: biases with bias=all,
-# and the embeddings if the vocabulary was changed.
+# peft stores some tensors of modules_to_save twice more under these names, but does not read them: biases with
+# bias=all, and embeddings if the vocabulary was changed.
 _UNREAD_COPY = re.compile(r"\.(modules_to_save|original_module)\.(.*bias|weight$)")
 _MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 

@@ -18,7 +18,7 @@ Change = Callable[[Tensors], Tensors]
 
 
 def save(model: Any, settings: dict[str, Any], directory: Path, **options: Any) -> None:
-    """Write a LoRA of `model` with random weights, as peft does, given the settings of its config and the options of its save."""
+    """Write a LoRA of `model` with random weights, as peft does, with these settings and options of the save."""
     torch.manual_seed(3)
     config = peft.LoraConfig(r=2, lora_alpha=7, init_lora_weights=False, **settings)
     with warnings.catch_warnings():
