@@ -403,7 +403,7 @@ class _Merge:
         if any(fqn in (alias, ties[alias]) for alias in changed_alone):
             raise CheckpointError(
                 f"{self.adapter.root} changes {fqn}, which {self.base.path} ties to another tensor; merging would "
-                f"change both. Merge it with peft, which separates them."
+                f"change both. Merge it with peft."
             )
 
     @functools.cached_property
