@@ -1,4 +1,4 @@
-"""docs/tutorials: their commands still run, end as they did, and print what is shown but for numbers."""
+"""docs/tutorials and docs/generation.md: their commands still run, end as they did, and print what is shown but for numbers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tests.support.commands import ROOT
 from tests.support.transcript import commands_in, prepared, run_again, shape
 
 TUTORIALS = ROOT / "docs" / "tutorials"
+PAGES = [*sorted(TUTORIALS.glob("*.md")), ROOT / "docs" / "generation.md"]
 SCRIPT = ROOT / "examples" / "fsdp2_loop.py"
 
 
@@ -29,7 +30,7 @@ def test_the_script_is_the_example() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("document", sorted(TUTORIALS.glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize("document", PAGES, ids=lambda page: page.stem)
 def test_a_tutorial_goes_as_it_is_written(
     document: Path, begun_with: dict[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
