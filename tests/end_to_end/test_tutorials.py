@@ -1,4 +1,4 @@
-"""docs/tutorials and docs/generation.md: their commands still run, end as they did, and print what is shown but for numbers."""
+"""docs/tutorials, docs/generation.md: their commands run, end as they did, and print what is shown but for numbers."""
 
 from __future__ import annotations
 
