@@ -27,6 +27,7 @@ _LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<factor>[AB])(?:
 # peft stores some tensors of modules_to_save twice more under these names, but does not read them: biases with
 # bias=all, and embeddings if the vocabulary was changed.
 _UNREAD_COPY = re.compile(r"\.(modules_to_save|original_module)\.(.*bias|weight$)")
+_TOKENS = re.compile(r"(?P<module>.+)\.token_adapter\.trainable_tokens_delta(?:\.default)?")
 _MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 
 
@@ -37,10 +38,12 @@ class AdapterParts:
     Attributes:
         factors: Module -> the names of its factors A and B, and with DoRA of its magnitude M.
         whole: Name of a parameter in peft's model -> the name of the tensor that replaces it.
+        tokens: Module -> the name of the rows that replace some of its own (`trainable_token_indices`).
     """
 
     factors: dict[str, dict[str, str]]
     whole: dict[str, str]
+    tokens: dict[str, str]
 
 
 def check_on_base(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple[LoraSettings, AdapterParts]:
@@ -71,7 +74,8 @@ def check_unmerged(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple
         CheckpointError: The adapter belongs to another base, or is more than products of two matrices.
     """
     settings, parts = check_on_base(adapter, base, side)
-    has = "the magnitudes of DoRA" if settings.is_dora else next(iter(parts.whole.values()), None)
+    others = [*parts.whole.values(), *parts.tokens.values()]
+    has = "the magnitudes of DoRA" if settings.is_dora else next(iter(others), None)
     if settings.parameters:
         has = f"matrices for each expert ({settings.parameters[0]})"
     if has is not None:
@@ -89,7 +93,7 @@ def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
         CheckpointError: It is neither LoRA nor DoRA, or its settings and tensors contradict each other.
     """
     settings = parse_lora(adapter.root / peft.ADAPTER_CONFIG, peft.read_adapter_config(adapter.root))
-    parts = AdapterParts({}, {})
+    parts = AdapterParts({}, {}, {})
     for name in adapter.names:
         fqn = name.removeprefix(PEFT_PREFIX)
         match = _LOW_RANK.fullmatch(fqn) or (_MAGNITUDE.fullmatch(fqn) if settings.is_dora else None)
@@ -102,6 +106,8 @@ def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
             if other := held.get(factor):
                 raise CheckpointError(f"{adapter.root} holds both {other} and {name}, which are one tensor for peft.")
             held[factor] = name
+        elif match := _TOKENS.fullmatch(fqn):
+            parts.tokens[match["module"]] = name
         elif not is_unread_copy(fqn):
             parts.whole[fqn] = name
     settings.try_patterns(

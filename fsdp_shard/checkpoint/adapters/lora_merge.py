@@ -2,8 +2,8 @@
 
 Everything that reads through the index therefore reads the merged model, and needs memory only for those ranges.
 The product is computed in float32 and rounded once to the base's dtype. With DoRA (Liu et al., 2024), the weights of
-each output are scaled to the trained norm. The adapter stores a classifier's new head as a whole. Other kinds of
-adapters are rejected.
+each output are scaled to the trained norm. The adapter stores a classifier's new head as a whole, and trained rows of
+an embedding in place of the base's. Other kinds of adapters are rejected.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fsdp_shard.checkpoint.adapters.adapter_checks import (
     is_unread_copy,
     refuse_other_base,
 )
-from fsdp_shard.checkpoint.adapters.merged_matrix import LowRankSum, ScaledSum
+from fsdp_shard.checkpoint.adapters.merged_matrix import LowRankSum, ReplacedRows, ScaledSum
 from fsdp_shard.checkpoint.base_model import read_base_model
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import CASTABLE, kind_of
+from fsdp_shard.checkpoint.io import CASTABLE, kind_of, to_torch
 from fsdp_shard.checkpoint.keys.lora_settings import LoraSettings
 from fsdp_shard.checkpoint.keys.model_names import (
     CopiedTensor,
@@ -48,6 +48,10 @@ if TYPE_CHECKING:
 # Types of models that store some linear layers transposed (transformers' Conv1D), and the names of these layers.
 _CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"})
 _CONV1D_LAYERS = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
+_RESIZE = (
+    "If the vocabulary was changed for it, resize the base likewise (resize_token_embeddings), save it, and give it as "
+    "the base."
+)
 _IN_LAYER = re.compile(r"\.\d+\.")  # the name of a tensor in one of several layers, which are never tied
 
 
@@ -81,13 +85,15 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
     stored = {fqn: name for fqn, name in whole.items() if not merge.is_absent_copy(fqn)}
     entries = {entry.name: entry for entry in (merge.replacement(name, fqn) for fqn, name in stored.items())}
     entries |= {entry.name: entry for entry in (merge.adapted_weight(*item, entries) for item in targets.items())}
+    entries |= {entry.name: entry for entry in (merge.replaced_rows(*item, entries) for item in merge.tokens.items())}
     if both := [module for module in targets if module in merge.wrapped_parameters]:
         raise CheckpointError(f"{settings.path}: target_modules and target_parameters both have {both[0]}.")
     stacks = {module: factors for module, factors in parts.factors.items() if module in merge.wrapped_parameters}
     for item in stacks.items():
         entries |= {entry.name: entry for entry in merge.adapted_parameter(*item, entries)}
     targets |= stacks
-    used = {*whole.values(), *(name for factors in targets.values() for name in factors.values())}
+    used = {*whole.values(), *merge.tokens.values(), *merge.copied_tokens.values()}
+    used |= {name for factors in targets.values() for name in factors.values()}
     if unused := [name for name in adapter.names if name not in used and not is_unread_copy(name)]:
         notes.append(_left_out(adapter, unused))
     if not entries:
@@ -121,7 +127,7 @@ def _names(
     """
     names = names_of_files(base)
     whole = {_in_base(fqn): name for fqn, name in parts.whole.items()}
-    changed = [f"{module}.weight" for module in parts.factors] + ([] if has_new_head else list(whole))
+    changed = [f"{module}.weight" for module in (*parts.factors, *parts.tokens)] + ([] if has_new_head else list(whole))
     if not settings.parameters and all(_find(names, fqn) for fqn in changed):
         return names
     head = {fqn: adapter.tensors[name]._replace(name=fqn) for fqn, name in whole.items() if not _find(names, fqn)}
@@ -137,7 +143,7 @@ def _names(
 
 def _in_base(fqn: str) -> str:
     """Return the base's name for a tensor of an adapted module."""
-    return fqn.replace(".base_layer.", ".")
+    return fqn.replace(".token_adapter.", ".").replace(".base_layer.", ".")
 
 
 def _find(names: ModelNames, fqn: str) -> list[str]:
@@ -194,8 +200,9 @@ class _Merge:
     def _is_read(self, fqn: str) -> bool:
         """Return whether peft reads a whole tensor: it wraps adapted modules and keeps the base's as `base_layer`."""
         owner = fqn.rpartition(".")[0]
-        module = owner.removesuffix(".base_layer")
-        return not module.endswith(".modules_to_save.default") and self.is_target(module) == (owner != module)
+        module = owner.removesuffix(".base_layer").removesuffix(".token_adapter")
+        is_wrapped = self.is_target(module) or module in self.parts.tokens
+        return not module.endswith(".modules_to_save.default") and is_wrapped == (owner != module)
 
     def is_target(self, module: str) -> bool:
         """Return whether the settings adapt a module of the base."""
@@ -215,10 +222,7 @@ class _Merge:
         if entry.shape != kept.shape:
             misfit = self._misfit(name, entry.shape, kept.name, kept.shape)
             if len(entry.shape) == 2 and entry.shape[1] == kept.shape[1]:
-                raise CheckpointError(
-                    f"{misfit} If the vocabulary was changed for it, resize the base likewise "
-                    f"(resize_token_embeddings), save it, and give it as the base."
-                )
+                raise CheckpointError(f"{misfit} {_RESIZE}")
             raise misfit
         if kind_of(entry.dtype) != kind_of(kept.dtype):
             raise CheckpointError(
@@ -337,8 +341,10 @@ class _Merge:
         settings, path = self.settings, self.settings.path
         modules = sorted({owner.rsplit(".", up)[0] for owner in owners for up in range(owner.count(".") + 1)} - {""})
         settings.try_patterns([*modules, *self.wrapped_parameters.values()])
-        for module in modules:
-            missing = (n for n in names if n.startswith(f"{module}.") and n not in parts.whole)
+        tied = {alias.rpartition(".")[0]: alias for alias in (self._ties if settings.saved else ())}
+        for module in (*modules, *tied):
+            of_module = [tied[module]] if module in tied else [name for name in names if name.startswith(f"{module}.")]
+            missing = (name for name in of_module if name not in parts.whole)
             if settings.is_saved(module) and (name := next(missing, None)):
                 raise CheckpointError(
                     f"{path}: modules_to_save has {module}, but the adapter does not hold its {name}."
@@ -373,9 +379,12 @@ class _Merge:
         found = self.names.tensors.get(f"{module}.weight")
         return found is not None and len(found.shape) > 1
 
-    def _base_entry(self, fqn: str) -> TensorEntry:
-        """Return the base's tensor that the adapter calls `fqn`."""
-        self._refuse_tied(fqn)
+    def _base_entry(self, fqn: str, *, keeps_ties: bool = False) -> TensorEntry:
+        """Return the base's tensor that the adapter calls `fqn`; with `keeps_ties`, peft changes tied ones likewise."""
+        if not keeps_ties:
+            self._refuse_tied(fqn)
+        elif fqn in self._ties:
+            raise self._tied(fqn)
         names = _find(self.names, fqn)
         if len(names) != 1:
             raise CheckpointError(
@@ -388,23 +397,67 @@ class _Merge:
 
     def is_absent_copy(self, fqn: str) -> bool:
         """Return whether a tensor is not stored in the base, and equal to the one that the base ties it to."""
-        return not self.has_new_head and not _find(self.names, fqn) and fqn in self._copies
+        name = _in_base(fqn)
+        return not self.has_new_head and not _find(self.names, name) and name in self._copies
 
     @functools.cached_property
     def _copies(self) -> Mapping[str, str]:
         """Return the ties of which the adapter stores both tensors, equal, as with peft's `ensure_weight_tying`."""
-        whole, is_same = self.whole, functools.partial(has_same_bytes, self.adapter)
-        both = {alias: kept for alias, kept in self._ties.items() if alias in whole and kept in whole}
-        return {alias: kept for alias, kept in both.items() if is_same(whole[alias], whole[kept])}
+        return self._equal_ties({_in_base(fqn): name for fqn, name in self.whole.items()})
+
+    def _equal_ties(self, held: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the ties of which the adapter has both tensors, equal; `held` maps names in the model to its own."""
+        both = {alias: kept for alias, kept in self._ties.items() if alias in held and kept in held}
+        return {alias: kept for alias, kept in both.items() if has_same_bytes(self.adapter, held[alias], held[kept])}
+
+    @functools.cached_property
+    def copied_tokens(self) -> Mapping[str, str]:
+        """Return the rows that the adapter also stores for a tied embedding, by module."""
+        held = {f"{module}.weight": name for module, name in self.parts.tokens.items()}
+        ties = self._equal_ties(held) if len(held) > 1 else {}
+        return {alias.removesuffix(".weight"): held[alias] for alias in ties}
+
+    @functools.cached_property
+    def tokens(self) -> Mapping[str, str]:
+        """Return the rows that replace those of a module, by module."""
+        return {
+            module: name
+            for module, name in self.parts.tokens.items()
+            if module not in self.copied_tokens and self.settings.token_rows(module) is not None
+        }
+
+    def replaced_rows(self, module: str, name: str, replaced: Mapping[str, TensorEntry]) -> TensorEntry:
+        """Return a module's weight, which may be `replaced`, with the rows that the adapter trained."""
+        rows, fqn = self.settings.token_rows(module), f"{module}.weight"
+        assert rows is not None, "else peft ignores them"
+        kept = self._base_entry(fqn, keeps_ties=True)
+        kept = self._castable(replaced.get(kept.name, kept))
+        shape, (count, columns) = self.adapter.shapes[name], kept.shape
+        if shape != (len(rows), columns):
+            raise self._misfit(name, shape, kept.name, kept.shape)
+        if max(rows, default=0) >= count:
+            raise CheckpointError(
+                f"{self.adapter.root} changes row {max(rows)} of {kept.name}, and its base has {count}. {_RESIZE}"
+            )
+
+        @functools.lru_cache(maxsize=1)
+        def read_rows() -> torch.Tensor:
+            stored = self.adapter.read(name)
+            new = stored.to(to_torch(kept.dtype))
+            if (stored.isfinite() & ~new.isfinite()).any():
+                raise CheckpointError(
+                    f"{self.adapter.root}: {name} has values that are too large for {kept.dtype}, the dtype of "
+                    f"{kept.name} of {self.base.path}; store the base in a wider dtype."
+                )
+            return new
+
+        return kept.with_codec(ReplacedRows(self.base, kept, rows, read_rows))
 
     def _refuse_tied(self, fqn: str) -> None:
         ties = {} if _IN_LAYER.search(fqn) else self._ties
         changed_alone = ties.keys() - self._copies.keys() if ties else ()
         if any(fqn in (alias, ties[alias]) for alias in changed_alone):
-            raise CheckpointError(
-                f"{self.adapter.root} changes {fqn}, which {self.base.path} ties to another tensor; merging would "
-                f"change both. Merge it with peft."
-            )
+            raise self._tied(fqn)
 
     @functools.cached_property
     def _ties(self) -> Mapping[str, str]:
@@ -428,6 +481,12 @@ class _Merge:
                 f"transposed depends on the class of the model, which {self.side} does not define; merge it with peft."
             )
         return len(shape) == 2 and shape[0] != rows
+
+    def _tied(self, fqn: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.adapter.root} changes {fqn}, which {self.base.path} ties to another tensor; merging would change "
+            f"both. Merge it with peft."
+        )
 
     def _misfit(self, what: str, shape: Sequence[int], fqn: str, base_shape: Sequence[int]) -> CheckpointError:
         return CheckpointError(

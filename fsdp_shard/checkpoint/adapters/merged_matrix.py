@@ -1,4 +1,7 @@
-"""Matrices of a merged model, computed range by range while reading: W + scale * B @ A, in float32, rounded once."""
+"""Matrices of a merged model, computed range by range while reading.
+
+W + scale * B @ A, in float32, rounded once; and W with other values in some of its rows.
+"""
 
 from __future__ import annotations
 
@@ -122,3 +125,28 @@ class ScaledSum:
         base = torch.empty(len(rows) * columns, dtype=to_torch(entry.dtype))
         self.merged.base.reader.read_into(entry, rows.start * columns, tensor_bytes(base))
         return base, self.merged.plus_product(base, rows.start * columns).view(len(rows), columns)
+
+
+@dataclass(frozen=True)
+class ReplacedRows:
+    """A matrix of `base` in which `rows` have other values."""
+
+    base: TensorIndex
+    entry: TensorEntry
+    rows: list[int]
+    read_rows: Read = field(repr=False)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.entry.shape) * itemsize(self.entry.dtype)
+
+    def decode_into(self, read: Any, start: int, out: memoryview) -> None:
+        import torch
+
+        self.base.reader.read_into(self.entry, start, out)
+        values = torch.frombuffer(out, dtype=to_torch(self.entry.dtype))
+        columns, stop, new = self.entry.shape[1], start + len(values), self.read_rows()
+        for number, row in enumerate(self.rows):
+            first, last, begin = max(start, row * columns), min(stop, (row + 1) * columns), row * columns
+            if first < last:
+                values[first - start : last - start] = new[number, first - begin : last - begin]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.keys.lora_settings import scale_differences
+from fsdp_shard.checkpoint.keys.lora_settings import setting_differences
 from fsdp_shard.checkpoint.location import Location, locate
 from fsdp_shard.errors import CheckpointError
 
@@ -43,7 +43,7 @@ def differences_of_adapters(one: Location, two: Location) -> list[str]:
     """Return setting differences that make two adapters with equal matrices differ; none unless both are adapters."""
     if not (one.is_adapter and two.is_adapter):
         return []
-    lines = scale_differences(peft.read_adapter_config(one.weights), peft.read_adapter_config(two.weights))
+    lines = setting_differences(peft.read_adapter_config(one.weights), peft.read_adapter_config(two.weights))
     where = f"{one.weights / peft.ADAPTER_CONFIG} and {two.weights / peft.ADAPTER_CONFIG}"
     return [f"{where} differ: {line}." for line in lines]
 

@@ -18,7 +18,6 @@ from fsdp_shard.utils import run_limited
 _OTHER_KINDS = (
     "use_qalora",
     "lora_bias",
-    "trainable_token_indices",
     "layer_replication",
     "alora_invocation_tokens",
     "use_bdlora",
@@ -31,8 +30,8 @@ _OTHER_KINDS = (
 _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 _STARTS_AT_ZERO = (True, "gaussian")  # B is zero before it is trained
 _DEFAULT_RANK = _DEFAULT_ALPHA = 8  # peft's
-# Settings that affect the product of the matrices, with peft's defaults.
-_SCALES = {
+# Settings that affect what the tensors mean, with peft's defaults.
+_MEANINGS = {
     "r": _DEFAULT_RANK,
     "lora_alpha": _DEFAULT_ALPHA,
     "rank_pattern": {},
@@ -40,6 +39,7 @@ _SCALES = {
     "use_rslora": False,
     "use_dora": False,
     "fan_in_fan_out": False,
+    "trainable_token_indices": None,
 }
 _ALL_LINEAR = "all-linear"
 # Last parts of the names of embeddings and output heads, which all-linear excludes.
@@ -60,6 +60,8 @@ class LoraSettings:
         excluded: The same for modules to exclude.
         parameters: Names of adapted parameters or their ends (`target_parameters`), such as the experts of a layer.
         saved: Ends of the names of modules that are stored in full (`modules_to_save`).
+        tokens: Ends of the names of embeddings and heads -> the trained rows (`trainable_token_indices`); None for the
+            input embedding.
         layers: Numbers of the adapted layers; None for all.
         layers_pattern: Names of the lists of layers.
         ranks, alphas: Pattern of a module name -> the module's rank or alpha; None -> that of other modules.
@@ -74,6 +76,7 @@ class LoraSettings:
     excluded: Names
     parameters: list[str]
     saved: list[str]
+    tokens: Mapping[str | None, list[int]]
     layers: list[int] | None
     layers_pattern: list[str]
     ranks: Mapping[str | None, int]
@@ -91,6 +94,10 @@ class LoraSettings:
     def is_saved(self, module: str) -> bool:
         """Whether the adapter must store this module in full."""
         return any(module.endswith(end) for end in self.saved)
+
+    def token_rows(self, module: str) -> list[int] | None:
+        """The rows of this embedding or head that the adapter replaces; None if there are none."""
+        return next((rows for end, rows in self.tokens.items() if end is None or module.endswith(end)), None)
 
     def is_target_parameter(self, name: str) -> bool:
         """Whether this parameter is adapted by its own factors, regardless of its module."""
@@ -166,6 +173,7 @@ def parse_lora(path: Path, config: Mapping[str, Any]) -> LoraSettings:
         excluded=_names(path, "exclude_modules", config.get("exclude_modules")),
         parameters=parameters,
         saved=_list(path, "modules_to_save", config.get("modules_to_save")),
+        tokens=_tokens(path, config.get("trainable_token_indices")),
         layers=_layers(path, config.get("layers_to_transform")),
         layers_pattern=_list(path, "layers_pattern", config.get("layers_pattern")),
         ranks=_numbers(path, config, "r", "rank_pattern", _DEFAULT_RANK),
@@ -182,12 +190,12 @@ def parse_lora(path: Path, config: Mapping[str, Any]) -> LoraSettings:
     return settings
 
 
-def scale_differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
+def setting_differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
     """Describe, in lines, differences between two adapter_config.json that matter for adapters with equal matrices."""
     sides = [
-        _SCALES | {name: value for name in _SCALES if (value := each.get(name)) is not None} for each in (one, two)
+        _MEANINGS | {name: value for name in _MEANINGS if (value := each.get(name)) is not None} for each in (one, two)
     ]
-    found = [(name, *(side[name] for side in sides)) for name in _SCALES]
+    found = [(name, *(side[name] for side in sides)) for name in _MEANINGS]
     return [f"{name} is {str(a)[:80]} and {str(b)[:80]}" for name, a, b in found if a != b]
 
 
@@ -229,6 +237,15 @@ def _list(path: Path, key: str, value: Any) -> list[str]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise _wrong(path, f"{key} is {value!r}; expected a list of names")
     return names
+
+
+def _tokens(path: Path, value: Any) -> dict[str | None, list[int]]:
+    found = {None: value} if isinstance(value, list) else value or {}
+    for rows in found.values() if isinstance(found, dict) else [found]:
+        are_rows = isinstance(rows, list) and all(type(row) is int and row >= 0 for row in rows)
+        if not are_rows or len({*rows}) < len(rows):
+            raise _wrong(path, f"trainable_token_indices is {str(value)[:80]}; expected different numbers of tokens")
+    return found
 
 
 def _layers(path: Path, value: Any) -> list[int] | None:

@@ -115,10 +115,11 @@ def _check_same(
         recorded = checkpoint.read_base_model(earlier.weights)
     except CheckpointError as error:
         raise ConfigError(f"adapter.path={config.path}: {error}") from error
-    if settings.parameters:
+    if settings.parameters or settings.tokens:
+        has = f"matrices for each expert ({settings.parameters[0]})" if settings.parameters else "rows of embeddings"
         raise ConfigError(
-            f"adapter.path={config.path} has matrices for each expert ({settings.parameters[0]}), and only an adapter "
-            f"of layers with one matrix can be trained on; train another one, without adapter.path."
+            f"adapter.path={config.path} has {has}, and only an adapter of layers with one matrix can be trained on; "
+            f"train another one, without adapter.path."
         )
     if recorded is not None and recorded.quantize != config.quantize:
         raise ConfigError(
