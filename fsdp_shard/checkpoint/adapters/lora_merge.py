@@ -432,12 +432,12 @@ class _Merge:
         assert rows is not None, "else peft ignores them"
         kept = self._base_entry(fqn, keeps_ties=True)
         kept = self._castable(replaced.get(kept.name, kept))
-        shape, (count, columns) = self.adapter.shapes[name], kept.shape
-        if shape != (len(rows), columns):
+        shape, num_rows = self.adapter.shapes[name], kept.shape[0]
+        if len(kept.shape) != 2 or shape != (len(rows), kept.shape[1]):
             raise self._misfit(name, shape, kept.name, kept.shape)
-        if max(rows, default=0) >= count:
+        if max(rows, default=0) >= num_rows:
             raise CheckpointError(
-                f"{self.adapter.root} changes row {max(rows)} of {kept.name}, and its base has {count}. {_RESIZE}"
+                f"{self.adapter.root} changes row {max(rows)} of {kept.name}, and its base has {num_rows}. {_RESIZE}"
             )
 
         @functools.lru_cache(maxsize=1)

@@ -104,6 +104,7 @@ def test_what_does_not_fit_is_refused(base: Path) -> None:
         r"changes row 259 of .*embed_tokens\.weight, and its base has 257\. If the voc", model=base.parent / "original"
     )
     refused(r"trainable_tokens_delta has shape \[2, 36\], but .*embed_tokens\.weight", [1, 2, 3])
+    refused("trainable_token_indices has lm_head, but the adapter has no rows of it", {"": _ROWS, "lm_head": [5]})
     for wrong in ([3, 3], [-1, 3], "3", {"embed_tokens": 3}, [True, 3]):
         refused("trainable_token_indices is .* expected different numbers of tokens", wrong)
     edit(adapter, {"trainable_token_indices": _ROWS, "base_model_name_or_path": str(base)}, lambda tensors: {
