@@ -20,6 +20,9 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.training.optim.group_watch import GroupWatch
 from fsdp_shard.utils import balanced_partition
 
+# What a rank reports of its parameter groups. In the traced steps of `plan`, every number that is read is 1.
+_UNCHANGED, _CHANGED = 1, 2
+
 Build = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -95,11 +98,12 @@ class FullParamOptimizer(torch.optim.Optimizer):
     def _with_gradients(self) -> set[str]:
         """Names of the parameters with a gradient on any rank; under FSDP1, a rank may have none of its elements."""
         names = list(self._shards)
-        flags = [self._watch.changed is not None, *(self._shards[name].tensor.grad is not None for name in names)]
+        state = _UNCHANGED if self._watch.changed is None else _CHANGED
+        flags = [state, *(self._shards[name].tensor.grad is not None for name in names)]
         has = torch.tensor(flags, dtype=torch.int32).to(next(iter(self._shards.values())).data.device)
         dist.all_reduce(has, op=dist.ReduceOp.MAX, group=self._group)
-        has_changed, *are_trained = has.tolist()
-        if has_changed:
+        state, *are_trained = has.tolist()
+        if state == _CHANGED:
             raise ConfigError(
                 f"{type(self.inner).__name__} changes its parameter groups in step() "
                 f"({self._watch.changed or 'on another rank'}), which with needs_full_params is called once for each "
