@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import Location
-from fsdp_shard.errors import CheckpointError
+from fsdp_shard.errors import CheckpointError, ConfigError
 
 _NAMES = "adapter_names"  # an attribute of the model
 # Entries of adapter_config.json that define the adapted modules and scales. `check_unmerged` rejects other entries.
@@ -44,8 +44,11 @@ def add_adapters(model: PreTrainedModel, adapters: Mapping[str, Location], base:
 
     Raises:
         CheckpointError: An adapter is not for this model, or cannot stay unmerged.
+        ConfigError: The name of an adapter cannot be used.
     """
     for name, location in adapters.items():
+        if hasattr(nn.ModuleDict, name):  # in which peft keeps each adapter's matrices, by its name
+            raise ConfigError(f"adapters has the name {name!r}, which torch's modules use themselves; choose another.")
         settings, parts = checkpoint.check_unmerged(location.index, base.index, base.expected_config_directory)
         settings.try_patterns([fqn for fqn, _ in model.named_modules()])
         _inject(model, name, location)

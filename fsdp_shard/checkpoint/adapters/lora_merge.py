@@ -35,7 +35,7 @@ from fsdp_shard.checkpoint.keys.model_names import (
     names_of_files,
     names_of_model,
 )
-from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, has_same_bytes
+from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, has_same_bytes, stored_twice
 from fsdp_shard.checkpoint.model_files import read_config
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError, InputError, one_line
@@ -122,13 +122,13 @@ def _names(
 ) -> ModelNames:
     """Return the model's names for the base's tensors.
 
-    The model class is consulted only if the adapter has other names or adapts parameters: the order of parameters in a
-    module identifies them in the adapter.
+    The model class is consulted only if the adapter has other names, such as those with the prefix of the bare model
+    that the base stores, or adapts parameters: the order of parameters in a module identifies them in the adapter.
     """
     names = names_of_files(base)
     whole = {_in_base(fqn): name for fqn, name in parts.whole.items()}
     changed = [f"{module}.weight" for module in (*parts.factors, *parts.tokens)] + ([] if has_new_head else list(whole))
-    if not settings.parameters and all(_find(names, fqn) for fqn in changed):
+    if not settings.parameters and names.tensors.keys() >= {*map(_in_base, changed)}:
         return names
     head = {fqn: adapter.tensors[name]._replace(name=fqn) for fqn, name in whole.items() if not _find(names, fqn)}
     try:
@@ -388,7 +388,9 @@ class _Merge:
         names = _find(self.names, fqn)
         if len(names) != 1:
             raise CheckpointError(
-                f"{self.adapter.root} changes {fqn}, but {self.base.path} has no such tensor: it is not its base model."
+                f"{self.adapter.root} changes {fqn}, but {self.base.path} has no such tensor: it is not its base model. "
+                f"If that was loaded with a new head, as for classification, save it with the head, and give it as the "
+                f"base."
             )
         shape, parts = self.names.tensors[names[0]]
         if [part[1:] for part in parts] != [((0,) * len(shape), shape)]:
@@ -454,9 +456,8 @@ class _Merge:
         return kept.with_codec(ReplacedRows(self.base, kept, rows, read_rows))
 
     def _refuse_tied(self, fqn: str) -> None:
-        ties = {} if _IN_LAYER.search(fqn) else self._ties
-        changed_alone = ties.keys() - self._copies.keys() if ties else ()
-        if any(fqn in (alias, ties[alias]) for alias in changed_alone):
+        ties, names = {} if _IN_LAYER.search(fqn) else self._ties, {fqn, *_find(self.names, fqn)}
+        if any(names & {alias, kept} for alias, kept in ties.items() if alias not in self._copies):
             raise self._tied(fqn)
 
     @functools.cached_property
@@ -464,7 +465,7 @@ class _Merge:
         """Return the base's ties; without an entry in its config, from its class, which imports transformers."""
         if self.names.ties is not None:
             return self.names.ties
-        return self.base.aliases or absent_ties(self.base, self.side)
+        return self.base.aliases or stored_twice(self.base) or absent_ties(self.base, self.side)
 
     def _is_conv1d(self, module: str, rows: int, shape: tuple[int, ...]) -> bool:
         """Return whether a weight of the base is stored transposed, as in transformers' Conv1D.

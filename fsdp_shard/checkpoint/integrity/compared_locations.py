@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
+from fsdp_shard.checkpoint.adapters.adapter_checks import check_adapter
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.keys.lora_settings import setting_differences
@@ -44,8 +46,19 @@ def differences_of_adapters(one: Location, two: Location) -> list[str]:
     if not (one.is_adapter and two.is_adapter):
         return []
     lines = setting_differences(peft.read_adapter_config(one.weights), peft.read_adapter_config(two.weights))
+    lines += _targets_of_one(one.index, two.index)
     where = f"{one.weights / peft.ADAPTER_CONFIG} and {two.weights / peft.ADAPTER_CONFIG}"
     return [f"{where} differ: {line}." for line in lines]
+
+
+def _targets_of_one(one: TensorIndex, two: TensorIndex) -> list[str]:
+    """Describe a module whose matrices both hold, and only one of them uses."""
+    try:
+        (own, parts), (other, _) = check_adapter(one), check_adapter(two)
+    except CheckpointError:  # of another kind than LoRA, which are compared by their tensors alone
+        return []
+    alone = (module for module in parts.factors if own.is_target(module) != other.is_target(module))
+    return [f"only one of them adapts {module}" for module in islice(alone, 1)]
 
 
 def notes_on_bases(one: Location, two: Location) -> list[str]:

@@ -201,9 +201,10 @@ def setting_differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[
 
 def _refuse_other_kinds(path: Path, config: Mapping[str, Any]) -> None:
     start, bias = config.get("init_lora_weights"), config.get("bias", "none")
+    start = start.lower() if isinstance(start, str) else start
     if config["peft_type"] != "LORA":
         raise _wrong(path, f"an adapter of type {config['peft_type']} cannot be merged here, LORA can")
-    if kind := next((name for name in _OTHER_KINDS if config.get(name)), None):
+    if kind := next((name for name in _OTHER_KINDS if config.get(name) or config.get(name) == {}), None):
         raise _wrong(path, f"LoRA with {kind} cannot be merged here; merge it with peft")
     if start not in _PLAIN_STARTS:
         raise _wrong(
@@ -233,7 +234,7 @@ def _names(path: Path, key: str, value: Any) -> Names:
 
 
 def _list(path: Path, key: str, value: Any) -> list[str]:
-    names = [value] if isinstance(value, str) and key == "layers_pattern" else value or []
+    names = [value] if value and isinstance(value, str) and key == "layers_pattern" else value or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise _wrong(path, f"{key} is {value!r}; expected a list of names")
     return names

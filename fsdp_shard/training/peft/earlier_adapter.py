@@ -134,6 +134,8 @@ def _check_same(
     if different:
         what = f"{different[0]} is {_shape(found, different[0])} there, and {_shape(expected, different[0])} here"
         what += f" (of {len(different)} that differ)" if len(different) > 1 else ""
+    elif unused := next((name for name in modules if not settings.is_target(name)), None):
+        what = f"{unused} is not among its target_modules there, and is here"
     elif other := next((name for name in modules if settings.scale(name) != own.scale(name)), None):
         what = f"the scale of {other} is {settings.scale(other):g} there, and {own.scale(other):g} here"
     else:
