@@ -87,6 +87,7 @@ from .location import (
 from .model_files import (
     CONFIG as CONFIG,
     copy_model_files as copy_model_files,
+    read_config as read_config,
     set_chat_template as set_chat_template,
     set_classes as set_classes,
     with_dtype as with_dtype,

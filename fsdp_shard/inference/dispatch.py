@@ -358,14 +358,21 @@ def _build(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 
 
 def _load_generation_config(model: PreTrainedModel, source: Location) -> None:
-    """Read generation_config.json if it exists; otherwise the config's options apply. Unsafe options are unset."""
-    if model.can_generate() and checkpoint.has_file(source.config_directory, "generation_config.json"):
+    """Read generation_config.json, or without one the options in config.json. Unsafe options are unset."""
+    directory = source.config_directory
+    name = "generation_config.json"
+    if model.can_generate() and not checkpoint.has_file(directory, name):
+        name = checkpoint.CONFIG  # older models have them there, and a loaded config drops them
+    if model.can_generate():
         try:
-            model.generation_config = GenerationConfig.from_pretrained(source.config_directory)
+            if name == checkpoint.CONFIG:
+                model.generation_config = GenerationConfig.from_model_config(dict(checkpoint.read_config(directory)))
+            else:
+                model.generation_config = GenerationConfig.from_pretrained(directory)
         except Exception as error:  # anything the file's content may cause
             raise ModelError(
-                f"{source.config_directory / 'generation_config.json'} is not a valid generation config "
-                f"({type(error).__name__}); repair it, or remove it to use the defaults."
+                f"{directory / name} has no valid generation settings ({type(error).__name__}); repair it, or remove "
+                f"them to use the defaults."
             ) from error
     if model.can_generate() and model.generation_config is not None:
         for name in _UNSAFE_OPTIONS:

@@ -233,6 +233,15 @@ def test_the_generation_config_comes_along(tmp_path: Path) -> None:
     assert (config.eos_token_id, config.pad_token_id) == ([7, 8], 9)
 
 
+def test_older_models_have_their_generation_settings_in_the_config(tmp_path: Path) -> None:
+    config = save_model(tmp_path / "model") / "config.json"
+    (tmp_path / "model" / "generation_config.json").unlink()
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"repetition_penalty": 1.5, "num_beams": 2}))
+    ours, theirs = load_dispatched(tmp_path / "model"), AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert ours.generation_config.to_dict() == theirs.generation_config.to_dict()
+    assert (ours.generation_config.repetition_penalty, ours.generation_config.num_beams) == (1.5, 2)
+
+
 def changed(source: Path, target: Path, change: Any) -> Path:
     """A copy of the model at `source` whose tensors went through `change`."""
     target.mkdir()

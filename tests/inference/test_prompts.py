@@ -53,6 +53,18 @@ def test_both_kinds_of_files(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt": "a", "id": %s}\n' % ("1" * 5000), "line 1, is not JSON: .* 5000 digits"),
         ("a.jsonl", '{"prompt": "a"}\n' + "[" * 100_000 + "\n", "line 2, is not JSON: .* recursion"),
         ("a.jsonl", '["a"]\n', "line 1, is not a row"),
+        (
+            "a.jsonl",
+            '{"prompt": "a", "system": "b"}\n',
+            "line 1, has 'system', which would be ignored: write the prompt",
+        ),
+        ("a.jsonl", '{"prompt": "a", "tools": []}\n', "line 1, has 'tools', which would be ignored"),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": "a"}], "documents": [{}]}\n', "line 1, has 'documents'"),
+        (
+            "a.jsonl",
+            '{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": 1}}\n',
+            "has 'chat_template_kwargs', which would be ignored: set chat_template_kwargs= for all rows",
+        ),
         ("a.jsonl", '{"prompt": "a", "messages": []}\n', "line 1, is not a row"),
         ("a.jsonl", '{"messages": []}\n', "line 1, must have messages such as"),
         ("a.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1, ends with a message of the as"),

@@ -113,12 +113,16 @@ def test_what_an_adapter_cannot_begin_with_is_said(
     given = [*settings, "adapter.modules_to_save=[model.norm]"]
     same = f"adapter.path={earlier}"
     (step,) = (earlier / "checkpoints").glob("step-*")
+    of_fewer = Path(shutil.copytree(step, tmp_path / "fewer"))
+    stored = json.loads((step / "adapter_config.json").read_text())
+    (of_fewer / "adapter_config.json").write_text(json.dumps(stored | {"exclude_modules": ".*"}))
     (experts := tmp_path / "experts").mkdir()
     shutil.copy(step / WEIGHTS, experts)
     of_experts = json.loads((step / "adapter_config.json").read_text()) | {"target_parameters": ["experts.down_proj"]}
     (experts / "adapter_config.json").write_text(json.dumps(of_experts))
     for extra, said in (
         ((f"adapter.path={experts}",), "has matrices for each expert (experts.down_proj)"),
+        ((f"adapter.path={of_fewer}",), "_proj is not among its target_modules there, and is here"),
         (("adapter.path=/nowhere",), "adapter.path=/nowhere: "),
         ((f"adapter.path={tiny_model}",), "holds weights of a whole model"),
         ((f"adapter.path={texts}",), "holds no known format of an adapter"),

@@ -360,6 +360,7 @@ def test_adapters_that_cannot_be_merged_say_why(runs: dict[str, Ended], tiny_mod
     for directory, words in (
         (moved, r"is an adapter of .*gone, which cannot be read.*base=PATH"),
         (changed("qalora", use_qalora=True), "LoRA with use_qalora cannot be merged here"),
+        (changed("kasa", kasa_config={}), "LoRA with kasa_config cannot be merged here"),
         (changed("dora", use_dora=True), "has no lora_magnitude_vector of .*q_proj"),
         (changed("other", peft_type="IA3"), "an adapter of type IA3 cannot be merged here"),
         (changed("nameless", base_model_name_or_path=None), "has no base_model_name_or_path"),

@@ -388,9 +388,9 @@ class _Merge:
         names = _find(self.names, fqn)
         if len(names) != 1:
             raise CheckpointError(
-                f"{self.adapter.root} changes {fqn}, but {self.base.path} has no such tensor: it is not its base model. "
-                f"If that was loaded with a new head, as for classification, save it with the head, and give it as the "
-                f"base."
+                f"{self.adapter.root} changes {fqn}, but {self.base.path} has no such tensor: it is not its base "
+                f"model. If that was loaded with a new head, as for classification, save it with the head, and give it "
+                f"as the base."
             )
         shape, parts = self.names.tensors[names[0]]
         if [part[1:] for part in parts] != [((0,) * len(shape), shape)]:

@@ -13,6 +13,12 @@ from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.inference.config import GenerateSettings
 
 _NUM_SHOWN = 10
+# Columns that only some rows may have, or none, and what to do instead.
+_OF_MESSAGES = dict.fromkeys(("system", "tools"), 'write the prompt as {"messages": [...]}')
+_OF_TEMPLATES = {
+    "chat_template_kwargs": "set chat_template_kwargs= for all rows",
+    "documents": "write the documents into the messages",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,9 @@ def _from_json(line: str, location: str) -> Prompt:
     adapter = row.get("adapter")
     if adapter is not None and not isinstance(adapter, str):
         raise DataError(f"{location} has no name of an adapter: {str(adapter)[:60]}.")
+    unread = _OF_TEMPLATES if messages is not None else _OF_TEMPLATES | _OF_MESSAGES
+    if extra := next((name for name in unread if row.get(name) is not None), None):
+        raise DataError(f"{location} has {extra!r}, which would be ignored: {unread[extra]}, or remove it.")
     if isinstance(text, str):
         return replace(_make_prompt(text, location), adapter=adapter)
     conversation = {name: row[name] for name in ("messages", "tools", "system") if row.get(name) is not None}

@@ -67,7 +67,7 @@ def _chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str | 
     if prompt.conversation is None:
         return _render(tokenizer, [*beginning_of_chat(system), {"role": "user", "content": prompt.text}])
     values = prompt.conversation if system is None else {**prompt.conversation, "system": system}
-    text = render_conversation(values, prompt.location, tokenizer)
+    text = render_conversation(values, prompt.location.removesuffix(","), tokenizer)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

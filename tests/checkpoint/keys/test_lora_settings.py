@@ -22,7 +22,7 @@ from transformers import (
     ViTConfig,
 )
 
-from fsdp_shard.checkpoint import convert, verify
+from fsdp_shard.checkpoint import convert, diff, verify
 from fsdp_shard.checkpoint.location import locate
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.keys.peft_adapters import Change, Tensors, assert_same, by_peft, edit, save
@@ -403,6 +403,64 @@ def test_an_extended_vocabulary(is_tied: bool, saved: list[str] | None, tmp_path
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "target").state_dict(), by_peft(adapter, resized))
     assert verify(adapter).is_sound
     assert not locate(adapter).model_index.notes
+
+
+def bare_gpt2(directory: Path) -> Path:
+    """A causal GPT-2 whose tensors have no prefix, as those on the hub."""
+    config = GPT2Config(n_embd=12, n_layer=2, n_head=2, n_positions=16, vocab_size=31, bos_token_id=0, eos_token_id=0)
+    AutoModelForCausalLM.from_config(config).transformer.save_pretrained(directory)
+    entries = json.loads((directory / "config.json").read_text()) | {"architectures": ["GPT2LMHeadModel"]}
+    (directory / "config.json").write_text(json.dumps(entries))
+    return directory
+
+
+@pytest.mark.parametrize("settings", [{"modules_to_save": ["wte"]}, {"target_modules": ["c_attn", "wte"]}])
+def test_ties_of_a_base_whose_names_have_no_prefix(settings: dict[str, Any], tmp_path: Path) -> None:
+    base = bare_gpt2(tmp_path / "base")
+    save(AutoModelForCausalLM.from_pretrained(base), {"target_modules": ["c_attn"], **settings}, tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"changes transformer\.wte\.weight, which .*base ties to another"):
+        by_us(tmp_path / "adapter")
+
+
+def test_missing_tensors_on_a_base_whose_names_have_no_prefix(tmp_path: Path) -> None:
+    base, adapter = bare_gpt2(tmp_path / "base"), tmp_path / "adapter"
+    save(
+        AutoModelForCausalLM.from_pretrained(base), {"target_modules": ["c_attn"], "modules_to_save": ["ln_f"]}, adapter
+    )
+    theirs = by_peft(adapter, base)
+    convert(adapter, tmp_path / "target")
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "target").state_dict(), theirs)
+    edit(adapter, {}, without("transformer.h.1."))
+    assert "without tensors for transformer.h.1.attn.c_attn" in " ".join(locate(adapter).model_index.notes)
+    edit(adapter, {}, without("ln_f.weight"))
+    with pytest.raises(CheckpointError, match=r"modules_to_save has transformer\.ln_f, but the adapter does not hold"):
+        by_us(adapter)
+
+
+@pytest.mark.parametrize("saved", ["embed_tokens", "lm_head"])
+def test_a_base_that_stores_both_tied_tensors(saved: str, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", tied=True)
+    tensors = load_file(base / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    settings = {"target_modules": ["q_proj"], "modules_to_save": [saved]}
+    save(AutoModelForCausalLM.from_pretrained(base), settings, tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=rf"changes .*{saved}\.weight, which .*base ties to another tensor"):
+        by_us(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    "less", [{"target_modules": ["q_proj"]}, {"exclude_modules": ["v_proj"]}, {"layers_to_transform": [1]}]
+)
+def test_adapters_that_adapt_other_modules_are_different(less: dict[str, Any], root: Path, tmp_path: Path) -> None:
+    settings = {"target_modules": ["q_proj", "v_proj"]}
+    save(AutoModelForCausalLM.from_pretrained(root / "base"), settings, tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    assert diff(tmp_path / "one", tmp_path / "two").is_equal
+    edit(tmp_path / "two", less, None)
+    report = diff(tmp_path / "one", tmp_path / "two")
+    assert not report.is_equal
+    assert "only one of them adapts model.layers.0.self_attn." in report.to_text()
 
 
 def save_tied(directory: Path, *, records_ties: bool) -> None:
