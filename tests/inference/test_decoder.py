@@ -265,6 +265,25 @@ def test_a_chat_goes_through_the_template() -> None:
     assert tokenizer.decode(ids) == "[system]Be brief.[user]abc[assistant]"
 
 
+def test_templates_that_expect_contents_in_parts_or_leave_them_out() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{% for c in m.content %}{{ c.text }}{% endfor %}{% endfor %}"
+    )
+    (ids, *_) = tokenize_prompts(tokenizer, PROMPTS, llama_config(), chat=True, system="Be brief.")
+    assert tokenizer.decode(ids) == "[system]Be brief.[user]abc"
+    parts: Any = [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]
+    assert ids[-9:] == tokenizer.apply_chat_template(parts, return_dict=False)
+    row = Prompt("abc", "rows.jsonl, line 1,", None, {"messages": parts})
+    with pytest.raises(
+        DataError, match=r"^rows\.jsonl, line 1, has a last message that the chat .* leaves out"
+    ):
+        tokenize_prompts(tokenizer, [row], llama_config(), chat=True)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{% endfor %}"
+    with pytest.raises(ModelError, match=r"user's message is text that the chat template of .* leaves out"):
+        tokenize_prompts(tokenizer, PROMPTS, llama_config(), chat=True)
+
+
 def test_a_conversation_is_what_transformers_makes_of_it() -> None:
     """Beside a plain prompt, with an earlier answer, tools, and a system message that the setting or the row gives."""
     tokenizer = byte_tokenizer()

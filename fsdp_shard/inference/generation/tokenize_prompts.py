@@ -16,6 +16,7 @@ from fsdp_shard.utils import run_limited
 R = TypeVar("R")
 Message = dict[str, str]
 
+_LEAVES_OUT = "the chat template of {} leaves out; use a tokenizer with another template."
 _BYTES_OF_A_TEXT = 1024  # even a short text takes time to render
 
 
@@ -68,6 +69,9 @@ def _chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str | 
         return _render(tokenizer, [*beginning_of_chat(system), {"role": "user", "content": prompt.text}])
     values = prompt.conversation if system is None else {**prompt.conversation, "system": system}
     text = render_conversation(values, prompt.location.removesuffix(","), tokenizer)
+    last = prompt.conversation["messages"][-1]
+    if not _is_written(last.get("content", last.get("value")), text):
+        raise DataError(f"{prompt.location} has a last message that {_LEAVES_OUT.format(tokenizer_files(tokenizer))}")
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -149,6 +153,22 @@ def _limited(tokenizer: PreTrainedTokenizerBase, encode: Callable[[], R], texts:
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    with model_errors(f"The chat template of {tokenizer_files(tokenizer)} fails"):
-        ids: Any = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-    return list(ids)
+    """Return the tokens of a conversation; templates of models for images may expect contents in parts."""
+    files = tokenizer_files(tokenizer)
+    in_parts: list[Any] = [
+        {**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages
+    ]
+    for form in (messages, in_parts):
+        with model_errors(f"The chat template of {files} fails"):
+            text: Any = tokenizer.apply_chat_template(list(form), add_generation_prompt=True, tokenize=False)
+        if _is_written(messages[-1]["content"], text):
+            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    raise ModelError(f"The user's message is text that {_LEAVES_OUT.format(files)}")
+
+
+def _is_written(content: Any, text: str) -> bool:
+    """Return whether a template has written a text or its parts into `text`, perhaps with other spaces."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    words = sorted((word for part in texts if isinstance(part, str) for word in part.split()), key=len)
+    return not words or any(word in text for word in words[-3:])
