@@ -275,9 +275,7 @@ def test_templates_that_expect_contents_in_parts_or_leave_them_out() -> None:
     parts: Any = [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]
     assert ids[-9:] == tokenizer.apply_chat_template(parts, return_dict=False)
     row = Prompt("abc", "rows.jsonl, line 1,", None, {"messages": parts})
-    with pytest.raises(
-        DataError, match=r"^rows\.jsonl, line 1, has a last message that the chat .* leaves out"
-    ):
+    with pytest.raises(DataError, match=r"^rows\.jsonl, line 1, has a last message that the chat .* leaves out"):
         tokenize_prompts(tokenizer, [row], llama_config(), chat=True)
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{% endfor %}"
     with pytest.raises(ModelError, match=r"user's message is text that the chat template of .* leaves out"):
