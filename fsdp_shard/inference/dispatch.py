@@ -359,21 +359,21 @@ def _build(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 
 def _load_generation_config(model: PreTrainedModel, source: Location) -> None:
     """Read generation_config.json, or without one the options in config.json. Unsafe options are unset."""
+    if not model.can_generate():
+        return
     directory = source.config_directory
-    name = "generation_config.json"
-    if model.can_generate() and not checkpoint.has_file(directory, name):
-        name = checkpoint.CONFIG  # older models have them there, and a loaded config drops them
-    if model.can_generate():
-        try:
-            if name == checkpoint.CONFIG:
-                model.generation_config = GenerationConfig.from_model_config(dict(checkpoint.read_config(directory)))
-            else:
-                model.generation_config = GenerationConfig.from_pretrained(directory)
-        except Exception as error:  # anything the file's content may cause
-            raise ModelError(
-                f"{directory / name} has no valid generation settings ({type(error).__name__}); repair it, or remove "
-                f"them to use the defaults."
-            ) from error
-    if model.can_generate() and model.generation_config is not None:
+    has_file = checkpoint.has_file(directory, "generation_config.json")
+    file = directory / ("generation_config.json" if has_file else checkpoint.CONFIG)
+    try:
+        if has_file:
+            model.generation_config = GenerationConfig.from_pretrained(directory)
+        else:  # older models have the options there, and a loaded config drops them
+            model.generation_config = GenerationConfig.from_model_config(dict(checkpoint.read_config(directory)))
+    except Exception as error:  # anything the file's content may cause
+        raise ModelError(
+            f"{file} has no valid generation settings ({type(error).__name__}); repair it, or remove these settings to "
+            f"use the defaults."
+        ) from error
+    if model.generation_config is not None:
         for name in _UNSAFE_OPTIONS:
             setattr(model.generation_config, name, None)

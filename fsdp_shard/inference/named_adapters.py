@@ -47,7 +47,7 @@ def add_adapters(model: PreTrainedModel, adapters: Mapping[str, Location], base:
         ConfigError: The name of an adapter cannot be used.
     """
     for name, location in adapters.items():
-        if hasattr(nn.ModuleDict, name):  # in which peft keeps each adapter's matrices, by its name
+        if hasattr(nn.ModuleDict(), name):  # in which peft keeps each adapter's matrices, by its name
             raise ConfigError(f"adapters has the name {name!r}, which torch's modules use themselves; choose another.")
         settings, parts = checkpoint.check_unmerged(location.index, base.index, base.expected_config_directory)
         settings.try_patterns([fqn for fqn, _ in model.named_modules()])

@@ -268,17 +268,22 @@ def test_a_chat_goes_through_the_template() -> None:
 def test_templates_that_expect_contents_in_parts_or_leave_them_out() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m.role }}]{% for c in m.content %}{{ c.text }}{% endfor %}{% endfor %}"
+        "abc{% for m in messages %}[{{ m.role }}]{% for c in m.content %}{{ c.text }}{% endfor %}{% endfor %}"
     )
     (ids, *_) = tokenize_prompts(tokenizer, PROMPTS, llama_config(), chat=True, system="Be brief.")
-    assert tokenizer.decode(ids) == "[system]Be brief.[user]abc"
+    assert tokenizer.decode(ids) == "abc[system]Be brief.[user]abc", "its own text is none of the user"
     parts: Any = [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]
-    assert ids[-9:] == tokenizer.apply_chat_template(parts, return_dict=False)
+    system: Any = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+    assert ids == tokenizer.apply_chat_template([system, *parts], return_dict=False)
     row = Prompt("abc", "rows.jsonl, line 1,", None, {"messages": parts})
     with pytest.raises(DataError, match=r"^rows\.jsonl, line 1, has a last message that the chat .* leaves out"):
         tokenize_prompts(tokenizer, [row], llama_config(), chat=True)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content | tojson }}{% endfor %}"
+    answer = [{"role": "tool", "content": '{"a":"\\\\b"}'}]
+    (ids,) = tokenize_prompts(tokenizer, [Prompt("", "1", None, {"messages": answer})], llama_config(), chat=True)
+    assert ids == tokenizer.apply_chat_template(answer, return_dict=False)
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{% endfor %}"
-    with pytest.raises(ModelError, match=r"user's message is text that the chat template of .* leaves out"):
+    with pytest.raises(ModelError, match=r"chat template of .* leaves out the text of a user's message"):
         tokenize_prompts(tokenizer, PROMPTS, llama_config(), chat=True)
 
 

@@ -58,7 +58,7 @@ def test_both_kinds_of_files(tmp_path: Path) -> None:
             '{"prompt": "a", "system": "b"}\n',
             "line 1, has 'system', which would be ignored: write the prompt",
         ),
-        ("a.jsonl", '{"prompt": "a", "tools": []}\n', "line 1, has 'tools', which would be ignored"),
+        ("a.jsonl", '{"prompt": "a", "tools": [{}]}\n', "line 1, has 'tools', which would be ignored"),
         ("a.jsonl", '{"messages": [{"role": "user", "content": "a"}], "documents": [{}]}\n', "line 1, has 'documents'"),
         (
             "a.jsonl",
@@ -68,6 +68,7 @@ def test_both_kinds_of_files(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt": "a", "messages": []}\n', "line 1, is not a row"),
         ("a.jsonl", '{"messages": []}\n', "line 1, must have messages such as"),
         ("a.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1, ends with a message of the as"),
+        ("a.jsonl", '{"messages": [{"role": "model", "content": "a"}]}\n', "line 1, ends with a message of the as"),
         ("a.jsonl", '{"messages": [{"role": "user", "content": "\\ud83d"}]}\n', "line 1, has half of a surrogate pair"),
         ("a.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n', "line 1, has messages, .* set chat=true"),
         ("a.jsonl", '{"prompt": "a"}\n{"prompt": " "}\n', "line 2, is an empty prompt"),

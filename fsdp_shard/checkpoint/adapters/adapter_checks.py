@@ -113,12 +113,6 @@ def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
     settings.try_patterns(
         [*parts.factors, *(fqn.rpartition(".")[0].removesuffix(".base_layer") for fqn in parts.whole)]
     )
-    for end in settings.tokens:
-        if not any(end is None or module.endswith(end) for module in parts.tokens):
-            what = "the input embedding" if end is None else end
-            raise CheckpointError(
-                f"{settings.path}: trainable_token_indices has {what}, but the adapter has no rows of it."
-            )
     for module, names in parts.factors.items():
         if settings.is_target(module):
             check_factors(adapter, module, names, settings, settings.rank(module))

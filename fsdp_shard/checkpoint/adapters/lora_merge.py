@@ -82,10 +82,12 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
     whole = merge.whole
     targets = {module: factors for module, factors in parts.factors.items() if merge.is_target(module)}
     notes = merge.check_modules()
+    merge.check_tokens()
     stored = {fqn: name for fqn, name in whole.items() if not merge.is_absent_copy(fqn)}
     entries = {entry.name: entry for entry in (merge.replacement(name, fqn) for fqn, name in stored.items())}
     entries |= {entry.name: entry for entry in (merge.adapted_weight(*item, entries) for item in targets.items())}
-    entries |= {entry.name: entry for entry in (merge.replaced_rows(*item, entries) for item in merge.tokens.items())}
+    for module, name in merge.tokens.items():
+        entries |= {entry.name: entry for entry in merge.replaced_rows(module, name, entries)}
     if both := [module for module in targets if module in merge.wrapped_parameters]:
         raise CheckpointError(f"{settings.path}: target_modules and target_parameters both have {both[0]}.")
     stacks = {module: factors for module, factors in parts.factors.items() if module in merge.wrapped_parameters}
@@ -151,6 +153,11 @@ def _find(names: ModelNames, fqn: str) -> list[str]:
     if fqn in names.tensors:
         return [fqn]
     return [name for name in names.tensors if fqn.endswith(f".{name}") or name.endswith(f".{fqn}")]
+
+
+def _ends(alias: str, end: str | None) -> bool:
+    """Return whether the module of a tied weight has this end of a name."""
+    return end is not None and alias.removesuffix(".weight").endswith(end)
 
 
 def _without(base: TensorIndex, names: Sequence[str]) -> TensorIndex:
@@ -379,18 +386,18 @@ class _Merge:
         found = self.names.tensors.get(f"{module}.weight")
         return found is not None and len(found.shape) > 1
 
-    def _base_entry(self, fqn: str, *, keeps_ties: bool = False) -> TensorEntry:
-        """Return the base's tensor that the adapter calls `fqn`; with `keeps_ties`, peft changes tied ones likewise."""
-        if not keeps_ties:
-            self._refuse_tied(fqn)
-        elif fqn in self._ties:
-            raise self._tied(fqn)
+    def _base_entry(self, fqn: str) -> TensorEntry:
+        """Return the base's tensor that the adapter calls `fqn`, if it may be changed alone."""
+        self._refuse_tied(fqn)
+        return self._stored(fqn)
+
+    def _stored(self, fqn: str) -> TensorEntry:
         names = _find(self.names, fqn)
         if len(names) != 1:
+            advice = " If that was loaded with a new head, save it with the head, and give it as the base."
             raise CheckpointError(
-                f"{self.adapter.root} changes {fqn}, but {self.base.path} has no such tensor: it is not its base "
-                f"model. If that was loaded with a new head, as for classification, save it with the head, and give it "
-                f"as the base."
+                f"{self.adapter.root} changes {fqn}, but {self.base.path} has no such tensor: it is not its base model."
+                f"{'' if _IN_LAYER.search(fqn) else advice}"
             )
         shape, parts = self.names.tensors[names[0]]
         if [part[1:] for part in parts] != [((0,) * len(shape), shape)]:
@@ -419,6 +426,17 @@ class _Merge:
         ties = self._equal_ties(held) if len(held) > 1 else {}
         return {alias.removesuffix(".weight"): held[alias] for alias in ties}
 
+    def check_tokens(self) -> None:
+        """Raise CheckpointError if the settings name rows that neither the module nor a tied one has in the adapter."""
+        settings, held = self.settings, self.parts.tokens
+        for end, rows in settings.tokens.items():
+            tied = (kept.removesuffix(".weight") for alias, kept in self._ties.items() if _ends(alias, end))
+            if not any(end is None or module.endswith(end) for module in held) and not any(
+                module in held and settings.token_rows(module) == rows for module in tied
+            ):
+                what = f"trainable_token_indices has {'the input embedding' if end is None else end}"
+                raise CheckpointError(f"{settings.path}: {what}, but the adapter has no rows of it.")
+
     @functools.cached_property
     def tokens(self) -> Mapping[str, str]:
         """Return the rows that replace those of a module, by module."""
@@ -428,12 +446,19 @@ class _Merge:
             if module not in self.copied_tokens and self.settings.token_rows(module) is not None
         }
 
-    def replaced_rows(self, module: str, name: str, replaced: Mapping[str, TensorEntry]) -> TensorEntry:
-        """Return a module's weight, which may be `replaced`, with the rows that the adapter trained."""
-        rows, fqn = self.settings.token_rows(module), f"{module}.weight"
+    def replaced_rows(self, module: str, name: str, replaced: Mapping[str, TensorEntry]) -> Iterator[TensorEntry]:
+        """Yield a module's weight, which may be `replaced`, with trained rows, and those stored that are tied to it."""
+        fqn = f"{module}.weight"
+        if fqn in self._ties:
+            raise self._tied(fqn)
+        aliases = [alias for alias, other in self._ties.items() if other == fqn and _find(self.names, alias)]
+        for one in (fqn, *aliases):
+            kept = self._stored(one)
+            yield self._with_rows(module, name, self._castable(replaced.get(kept.name, kept)))
+
+    def _with_rows(self, module: str, name: str, kept: TensorEntry) -> TensorEntry:
+        rows = self.settings.token_rows(module)
         assert rows is not None, "else peft ignores them"
-        kept = self._base_entry(fqn, keeps_ties=True)
-        kept = self._castable(replaced.get(kept.name, kept))
         shape, num_rows = self.adapter.shapes[name], kept.shape[0]
         if len(kept.shape) != 2 or shape != (len(rows), kept.shape[1]):
             raise self._misfit(name, shape, kept.name, kept.shape)
@@ -456,8 +481,8 @@ class _Merge:
         return kept.with_codec(ReplacedRows(self.base, kept, rows, read_rows))
 
     def _refuse_tied(self, fqn: str) -> None:
-        ties, names = {} if _IN_LAYER.search(fqn) else self._ties, {fqn, *_find(self.names, fqn)}
-        if any(names & {alias, kept} for alias, kept in ties.items() if alias not in self._copies):
+        ties = {} if _IN_LAYER.search(fqn) else self._ties
+        if any(fqn in (alias, kept) for alias, kept in ties.items() if alias not in self._copies):
             raise self._tied(fqn)
 
     @functools.cached_property

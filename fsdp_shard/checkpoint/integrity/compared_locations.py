@@ -52,12 +52,13 @@ def differences_of_adapters(one: Location, two: Location) -> list[str]:
 
 
 def _targets_of_one(one: TensorIndex, two: TensorIndex) -> list[str]:
-    """Describe a module whose matrices both hold, and only one of them uses."""
+    """Describe a module whose tensors both hold, and only one of them uses."""
     try:
         (own, parts), (other, _) = check_adapter(one), check_adapter(two)
     except CheckpointError:  # of another kind than LoRA, which are compared by their tensors alone
         return []
-    alone = (module for module in parts.factors if own.is_target(module) != other.is_target(module))
+    whole = (fqn.rpartition(".")[0].removesuffix(".base_layer") for fqn in parts.whole)
+    alone = (module for module in (*parts.factors, *whole) if own.is_target(module) != other.is_target(module))
     return [f"only one of them adapts {module}" for module in islice(alone, 1)]
 
 

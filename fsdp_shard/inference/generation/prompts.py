@@ -13,9 +13,9 @@ from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.inference.config import GenerateSettings
 
 _NUM_SHOWN = 10
-# Columns that only some rows may have, or none, and what to do instead.
-_OF_MESSAGES = dict.fromkeys(("system", "tools"), 'write the prompt as {"messages": [...]}')
-_OF_TEMPLATES = {
+# Columns that are not read beside a prompt, or beside messages, and what to do instead.
+_NOT_WITH_PROMPT = dict.fromkeys(("system", "tools"), 'write the prompt as {"messages": [...]}')
+_NOT_WITH_MESSAGES = {
     "chat_template_kwargs": "set chat_template_kwargs= for all rows",
     "documents": "write the documents into the messages",
 }
@@ -124,8 +124,8 @@ def _from_json(line: str, location: str) -> Prompt:
     adapter = row.get("adapter")
     if adapter is not None and not isinstance(adapter, str):
         raise DataError(f"{location} has no name of an adapter: {str(adapter)[:60]}.")
-    unread = _OF_TEMPLATES if messages is not None else _OF_TEMPLATES | _OF_MESSAGES
-    if extra := next((name for name in unread if row.get(name) is not None), None):
+    unread = _NOT_WITH_PROMPT if messages is None else _NOT_WITH_MESSAGES
+    if extra := next((name for name in unread if row.get(name)), None):
         raise DataError(f"{location} has {extra!r}, which would be ignored: {unread[extra]}, or remove it.")
     if isinstance(text, str):
         return replace(_make_prompt(text, location), adapter=adapter)
@@ -139,7 +139,7 @@ def _last_text(messages: Any, location: str) -> str:
     if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
         raise DataError(f'{location} must have messages such as [{{"role": "user", "content": "some text"}}].')
     last = messages[-1]
-    if last.get("role", last.get("from")) in ("assistant", "gpt"):
+    if last.get("role", last.get("from")) in ("assistant", "gpt", "chatgpt", "bot", "model"):
         raise DataError(f"{location} ends with a message of the assistant, which is to answer; remove that message.")
     text = last.get("content", last.get("value"))
     return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)

@@ -1,7 +1,7 @@
 """Tokenizes prompts and conversations, and compares their lengths, with answers, with the model's context."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import transformers
@@ -16,7 +16,7 @@ from fsdp_shard.utils import run_limited
 R = TypeVar("R")
 Message = dict[str, str]
 
-_LEAVES_OUT = "the chat template of {} leaves out; use a tokenizer with another template."
+_PROBE = "4815162342"  # in the place of a message, to see whether a template writes it
 _BYTES_OF_A_TEXT = 1024  # even a short text takes time to render
 
 
@@ -69,10 +69,26 @@ def _chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str | 
         return _render(tokenizer, [*beginning_of_chat(system), {"role": "user", "content": prompt.text}])
     values = prompt.conversation if system is None else {**prompt.conversation, "system": system}
     text = render_conversation(values, prompt.location.removesuffix(","), tokenizer)
-    last = prompt.conversation["messages"][-1]
-    if not _is_written(last.get("content", last.get("value")), text):
-        raise DataError(f"{prompt.location} has a last message that {_LEAVES_OUT.format(tokenizer_files(tokenizer))}")
+    if not _writes_last(tokenizer, values):
+        raise DataError(
+            f"{prompt.location} has a last message that the chat template of {tokenizer_files(tokenizer)} leaves out; "
+            f"use a tokenizer with another template."
+        )
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _writes_last(tokenizer: PreTrainedTokenizerBase, values: Mapping[str, Any]) -> bool:
+    """Return whether the chat template writes the text of a conversation's last message, if it has one."""
+    *earlier, last = values["messages"]
+    name = "content" if "content" in last else "value"
+    content: Any = _PROBE
+    if isinstance(last.get(name), list):
+        content = [{**part, "text": _PROBE} if "text" in part else part for part in last[name]]
+    probe = {**values, "messages": [*earlier, {**last, name: content}]}
+    try:
+        return _PROBE not in json.dumps(content) or _PROBE in render_conversation(probe, "the probe", tokenizer)
+    except DataError:  # of a template that expects certain texts
+        return True
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -155,20 +171,17 @@ def _limited(tokenizer: PreTrainedTokenizerBase, encode: Callable[[], R], texts:
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
     """Return the tokens of a conversation; templates of models for images may expect contents in parts."""
     files = tokenizer_files(tokenizer)
-    in_parts: list[Any] = [
-        {**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages
-    ]
-    for form in (messages, in_parts):
+
+    def render(contents: Sequence[str], *, in_parts: bool) -> str:
+        forms = [[{"type": "text", "text": content}] if in_parts else content for content in contents]
+        given: Any = [{**message, "content": form} for message, form in zip(messages, forms, strict=True)]
         with model_errors(f"The chat template of {files} fails"):
-            text: Any = tokenizer.apply_chat_template(list(form), add_generation_prompt=True, tokenize=False)
-        if _is_written(messages[-1]["content"], text):
-            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    raise ModelError(f"The user's message is text that {_LEAVES_OUT.format(files)}")
+            return str(tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False))
 
-
-def _is_written(content: Any, text: str) -> bool:
-    """Return whether a template has written a text or its parts into `text`, perhaps with other spaces."""
-    parts = content if isinstance(content, list) else [{"text": content}]
-    texts = [part.get("text") for part in parts if isinstance(part, dict)]
-    words = sorted((word for part in texts if isinstance(part, str) for word in part.split()), key=len)
-    return not words or any(word in text for word in words[-3:])
+    contents = [message["content"] for message in messages]
+    for in_parts in (False, True):
+        if _PROBE in render([*contents[:-1], _PROBE], in_parts=in_parts):
+            return list(tokenizer(render(contents, in_parts=in_parts), add_special_tokens=False)["input_ids"])
+    raise ModelError(
+        f"The chat template of {files} leaves out the text of a user's message; use a tokenizer with another template."
+    )

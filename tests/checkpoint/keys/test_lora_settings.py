@@ -463,6 +463,14 @@ def test_adapters_that_adapt_other_modules_are_different(less: dict[str, Any], r
     assert "only one of them adapts model.layers.0.self_attn." in report.to_text()
 
 
+def test_adapters_of_which_one_ignores_a_whole_tensor_are_different(root: Path, tmp_path: Path) -> None:
+    settings = {"target_modules": ["q_proj"], "modules_to_save": ["norm"]}
+    save(AutoModelForCausalLM.from_pretrained(root / "base"), settings, tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    edit(tmp_path / "two", {"modules_to_save": None, "target_modules": ["q_proj", "norm"]}, None)
+    assert not diff(tmp_path / "one", tmp_path / "two").is_equal
+
+
 def save_tied(directory: Path, *, records_ties: bool) -> None:
     """Save a model with a tied embedding, which without `records_ties` only its class says."""
     config = GemmaConfig(

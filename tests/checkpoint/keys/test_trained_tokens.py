@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fsdp_shard.checkpoint import convert, diff, verify
@@ -68,6 +68,22 @@ def test_a_head_of_its_own(base: Path, tokens: Any, saved: list[str] | None, emb
     with locate(adapter).model_index as index:
         assert_same({name: index.read(name) for name in index.names}, by_peft(adapter, base))
         assert not index.notes
+
+
+@pytest.mark.parametrize("base", [True], indirect=True)
+@pytest.mark.parametrize("stores_both", [True, False])
+@pytest.mark.parametrize("tokens", [_ROWS, {"embed_tokens": _ROWS, "lm_head": _ROWS}], ids=["list", "the same rows"])
+def test_tied_tensors_that_the_base_stores_both(base: Path, tokens: Any, stores_both: bool, tmp_path: Path) -> None:
+    adapter = adapter_of(base, tokens)
+    if stores_both:
+        tensors = load_file(base / "model.safetensors")
+        save_file({**tensors, "lm_head.weight": tensors[_EMBEDDING].clone()}, base / "model.safetensors")
+    theirs = by_peft(adapter, base)
+    assert torch.equal(theirs["lm_head.weight"], theirs[_EMBEDDING])
+    convert(adapter, tmp_path / "target")
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "target").state_dict(), theirs)
+    assert verify(tmp_path / "target").is_sound
+    load_dispatched(adapter)
 
 
 @pytest.mark.parametrize("base", [False], indirect=True)
