@@ -374,6 +374,5 @@ def _load_generation_config(model: PreTrainedModel, source: Location) -> None:
             f"{file} has no valid generation settings ({type(error).__name__}); repair it, or remove these settings to "
             f"use the defaults."
         ) from error
-    if model.generation_config is not None:
-        for name in _UNSAFE_OPTIONS:
-            setattr(model.generation_config, name, None)
+    for name in _UNSAFE_OPTIONS:
+        setattr(model.generation_config, name, None)

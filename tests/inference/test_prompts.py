@@ -58,6 +58,7 @@ def test_both_kinds_of_files(tmp_path: Path) -> None:
             '{"prompt": "a", "system": "b"}\n',
             "line 1, has 'system', which would be ignored: write the prompt",
         ),
+        ("a.jsonl", '{"prompt": "a", "chat_template_kwargs": {"b": 1}}\n', "line 1, has 'chat_template_kwargs'"),
         ("a.jsonl", '{"prompt": "a", "tools": [{}]}\n', "line 1, has 'tools', which would be ignored"),
         ("a.jsonl", '{"messages": [{"role": "user", "content": "a"}], "documents": [{}]}\n', "line 1, has 'documents'"),
         (

@@ -79,11 +79,10 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
     has_new_head = recorded is not None and recorded.head is not None
     names = _names(adapter, base, side, settings, parts, has_new_head=has_new_head)
     merge = _Merge(adapter, base, side, settings, parts, names, has_new_head)
-    whole = merge.whole
     targets = {module: factors for module, factors in parts.factors.items() if merge.is_target(module)}
     notes = merge.check_modules()
     merge.check_tokens()
-    stored = {fqn: name for fqn, name in whole.items() if not merge.is_absent_copy(fqn)}
+    stored = {fqn: name for fqn, name in merge.whole.items() if not merge.is_absent_copy(fqn)}
     entries = {entry.name: entry for entry in (merge.replacement(name, fqn) for fqn, name in stored.items())}
     entries |= {entry.name: entry for entry in (merge.adapted_weight(*item, entries) for item in targets.items())}
     for module, name in merge.tokens.items():
@@ -94,7 +93,7 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
     for item in stacks.items():
         entries |= {entry.name: entry for entry in merge.adapted_parameter(*item, entries)}
     targets |= stacks
-    used = {*whole.values(), *merge.tokens.values(), *merge.copied_tokens.values()}
+    used = {*merge.whole.values(), *merge.tokens.values(), *merge.copied_tokens.values()}
     used |= {name for factors in targets.values() for name in factors.values()}
     if unused := [name for name in adapter.names if name not in used and not is_unread_copy(name)]:
         notes.append(_left_out(adapter, unused))
@@ -155,9 +154,9 @@ def _find(names: ModelNames, fqn: str) -> list[str]:
     return [name for name in names.tensors if fqn.endswith(f".{name}") or name.endswith(f".{fqn}")]
 
 
-def _ends(alias: str, end: str | None) -> bool:
-    """Return whether the module of a tied weight has this end of a name."""
-    return end is not None and alias.removesuffix(".weight").endswith(end)
+def _module_of(name: str) -> str:
+    """Return the FQN of a parameter's module."""
+    return name.rpartition(".")[0]
 
 
 def _without(base: TensorIndex, names: Sequence[str]) -> TensorIndex:
@@ -348,11 +347,10 @@ class _Merge:
         settings, path = self.settings, self.settings.path
         modules = sorted({owner.rsplit(".", up)[0] for owner in owners for up in range(owner.count(".") + 1)} - {""})
         settings.try_patterns([*modules, *self.wrapped_parameters.values()])
-        tied = {alias.rpartition(".")[0]: alias for alias in (self._ties if settings.saved else ())}
-        for module in (*modules, *tied):
-            of_module = [tied[module]] if module in tied else [name for name in names if name.startswith(f"{module}.")]
-            missing = (name for name in of_module if name not in parts.whole)
-            if settings.is_saved(module) and (name := next(missing, None)):
+        saved = [(m, n) for m in filter(settings.is_saved, modules) for n in names if n.startswith(f"{m}.")]
+        saved += [(_module_of(alias), alias) for alias in (self._ties if settings.saved else ())]
+        for module, name in saved:
+            if settings.is_saved(module) and name not in parts.whole:
                 raise CheckpointError(
                     f"{path}: modules_to_save has {module}, but the adapter does not hold its {name}."
                 )
@@ -424,16 +422,17 @@ class _Merge:
         """Return the rows that the adapter also stores for a tied embedding, by module."""
         held = {f"{module}.weight": name for module, name in self.parts.tokens.items()}
         ties = self._equal_ties(held) if len(held) > 1 else {}
-        return {alias.removesuffix(".weight"): held[alias] for alias in ties}
+        return {_module_of(alias): held[alias] for alias in ties}
 
     def check_tokens(self) -> None:
         """Raise CheckpointError if the settings name rows that neither the module nor a tied one has in the adapter."""
-        settings, held = self.settings, self.parts.tokens
-        for end, rows in settings.tokens.items():
-            tied = (kept.removesuffix(".weight") for alias, kept in self._ties.items() if _ends(alias, end))
-            if not any(end is None or module.endswith(end) for module in held) and not any(
-                module in held and settings.token_rows(module) == rows for module in tied
-            ):
+        settings, modules = self.settings, {*self.parts.tokens}
+        for alias, kept in self._ties.items() if settings.tokens else ():
+            tied, other = _module_of(alias), _module_of(kept)
+            if other in modules and settings.token_rows(tied) == settings.token_rows(other):
+                modules.add(tied)
+        for end in settings.tokens:
+            if not any(end is None or module.endswith(end) for module in modules):
                 what = f"trainable_token_indices has {'the input embedding' if end is None else end}"
                 raise CheckpointError(f"{settings.path}: {what}, but the adapter has no rows of it.")
 

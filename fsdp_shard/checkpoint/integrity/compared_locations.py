@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from pathlib import Path
 
 from fsdp_shard.checkpoint.adapters.adapter_checks import check_adapter
@@ -59,7 +58,7 @@ def _targets_of_one(one: TensorIndex, two: TensorIndex) -> list[str]:
         return []
     whole = (fqn.rpartition(".")[0].removesuffix(".base_layer") for fqn in parts.whole)
     alone = (module for module in (*parts.factors, *whole) if own.is_target(module) != other.is_target(module))
-    return [f"only one of them adapts {module}" for module in islice(alone, 1)]
+    return [] if (module := next(alone, None)) is None else [f"only one of them adapts {module}"]
 
 
 def notes_on_bases(one: Location, two: Location) -> list[str]:

@@ -31,7 +31,7 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 _STARTS_AT_ZERO = (True, "gaussian")  # B is zero before it is trained
 _DEFAULT_RANK = _DEFAULT_ALPHA = 8  # peft's
 # Settings that affect what the tensors mean, with peft's defaults.
-_MEANINGS = {
+_PEFT_DEFAULTS = {
     "r": _DEFAULT_RANK,
     "lora_alpha": _DEFAULT_ALPHA,
     "rank_pattern": {},
@@ -96,7 +96,7 @@ class LoraSettings:
         return any(module.endswith(end) for end in self.saved)
 
     def token_rows(self, module: str) -> list[int] | None:
-        """The rows of this embedding or head that the adapter replaces; None if there are none."""
+        """The rows that replace those of an embedding or head, if the adapter holds any; None if peft reads none."""
         return next((rows for end, rows in self.tokens.items() if end is None or module.endswith(end)), None)
 
     def is_target_parameter(self, name: str) -> bool:
@@ -193,9 +193,10 @@ def parse_lora(path: Path, config: Mapping[str, Any]) -> LoraSettings:
 def setting_differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
     """Describe, in lines, differences between two adapter_config.json that matter for adapters with equal matrices."""
     sides = [
-        _MEANINGS | {name: value for name in _MEANINGS if (value := each.get(name)) is not None} for each in (one, two)
+        _PEFT_DEFAULTS | {name: value for name in _PEFT_DEFAULTS if (value := each.get(name)) is not None}
+        for each in (one, two)
     ]
-    found = [(name, *(side[name] for side in sides)) for name in _MEANINGS]
+    found = [(name, *(side[name] for side in sides)) for name in _PEFT_DEFAULTS]
     return [f"{name} is {str(a)[:80]} and {str(b)[:80]}" for name, a, b in found if a != b]
 
 

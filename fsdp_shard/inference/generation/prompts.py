@@ -13,12 +13,10 @@ from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.inference.config import GenerateSettings
 
 _NUM_SHOWN = 10
-# Columns that are not read beside a prompt, or beside messages, and what to do instead.
-_NOT_WITH_PROMPT = dict.fromkeys(("system", "tools"), 'write the prompt as {"messages": [...]}')
-_NOT_WITH_MESSAGES = {
-    "chat_template_kwargs": "set chat_template_kwargs= for all rows",
-    "documents": "write the documents into the messages",
-}
+# Columns that are not read in rows with a prompt, or with messages, and what to do instead.
+_NEVER_READ = {"chat_template_kwargs": "set chat_template_kwargs= for all rows"}
+_NOT_WITH_PROMPT = _NEVER_READ | dict.fromkeys(("system", "tools"), 'write the prompt as {"messages": [...]}')
+_NOT_WITH_MESSAGES = _NEVER_READ | {"documents": "write the documents into the messages"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,8 @@ def _writes_last(tokenizer: PreTrainedTokenizerBase, values: Mapping[str, Any]) 
     name = "content" if "content" in last else "value"
     content: Any = _PROBE
     if isinstance(last.get(name), list):
-        content = [{**part, "text": _PROBE} if "text" in part else part for part in last[name]]
+        has_text = [isinstance(part, dict) and "text" in part for part in last[name]]
+        content = [{**part, "text": _PROBE} if has else part for part, has in zip(last[name], has_text, strict=True)]
     probe = {**values, "messages": [*earlier, {**last, name: content}]}
     try:
         return _PROBE not in json.dumps(content) or _PROBE in render_conversation(probe, "the probe", tokenizer)

@@ -63,6 +63,8 @@ Case = tuple[str, dict[str, Any], Change | None]
 # peft merges these, some with a warning; the result is the same here.
 SAME: dict[str, Case] = {
     "nothing": ("plain", {}, None),
+    "initial values in capital letters": ("plain", {"init_lora_weights": "Gaussian"}, None),
+    "an empty layers_pattern": ("plain", {"layers_to_transform": [0, 1], "layers_pattern": ""}, None),
     "alpha 0": ("plain", {"lora_alpha": 0}, None),
     "alpha below 0": ("plain", {"lora_alpha": -7}, None),
     "no alpha": ("plain", {"lora_alpha": None}, None),
