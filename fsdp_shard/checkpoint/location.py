@@ -40,8 +40,9 @@ from fsdp_shard.errors import CheckpointError, InputError, ModelError
 from fsdp_shard.models import GGUF_FORMAT, check_model_config, download_model, gguf_model_files
 from fsdp_shard.utils import is_remote, path_text
 
-# Looser than `is_hub_id`: the hub itself reports what is wrong with a name to read.
-_HUB_ID = re.compile(r"[\w-][\w.-]*/(?!.*\.gguf$)[\w.-]+")
+# org/name, or only a name, such as gpt2, of models older than organizations. Looser than `is_hub_id`: the hub itself
+# reports what is wrong with a name to read.
+_HUB_ID = re.compile(r"[\w-][\w.-]*/(?!.*\.gguf$)[\w.-]+|[\w-]+")
 
 
 @dataclass(frozen=True)

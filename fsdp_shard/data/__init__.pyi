@@ -16,8 +16,8 @@ from .documents import (
 )
 from .kinds.chat_template import (
     parse_chat_template_kwargs as parse_chat_template_kwargs,
+    read_chat_template as read_chat_template,
     with_chat_template as with_chat_template,
-    with_template_variables as with_template_variables,
 )
 from .kinds.kind import (
     LABELED as LABELED,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fsdp_shard.checkpoint import Location, SourceSettings, locate
-from fsdp_shard.data import parse_chat_template_kwargs
+from fsdp_shard.data import parse_chat_template_kwargs, read_chat_template
 from fsdp_shard.errors import ConfigError, InputError
 from fsdp_shard.inference.registry import QUANTIZATIONS
 from fsdp_shard.models import REMOTE_CODE
@@ -142,7 +142,9 @@ class DispatchConfig:
         "each rank uses the GPU of its number, so include all of them; the CPU size is per rank. Default: the memory "
         "that is free now.",
     )
-    dtype: str = setting("keep", "Dtype to load weights in; keep: the stored dtype.", choices=DTYPES)
+    dtype: str = setting(
+        "keep", "Dtype to load weights in; keep: the stored dtype, of most bytes if there are several.", choices=DTYPES
+    )
     prefetch_blocks: int = setting(
         2, "Blocks on disk, or on the CPU of a machine with GPUs, to prefetch while one computes.", minimum=0
     )
@@ -275,6 +277,11 @@ class GenerateSettings(CheckpointSettings):
         "terminal.",
     )
     system: str | None = free_text("chat=true: the system message that begins each conversation.")
+    chat_template: str | None = setting(
+        None,
+        "chat=true: a file with a Jinja template, or the name of one of the tokenizer's templates. Default: the "
+        "tokenizer's template.",
+    )
     # Any, as in DispatchConfig.
     chat_template_kwargs: Any = setting(
         None,
@@ -299,13 +306,14 @@ class GenerateSettings(CheckpointSettings):
     generation: GenerationSettings = field(default_factory=GenerationSettings)
 
     adapter_paths = Parsed("adapters", parse_adapters)
+    template_text = Parsed("chat_template", read_chat_template)
     template_variables = Parsed("chat_template_kwargs", parse_chat_template_kwargs)
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError unless there is exactly one source of prompts, or for settings without effect."""
         self._check_adapters(prefix)
         if not self.chat:
-            of_chats = ["system", "chat_template_kwargs"]
+            of_chats = ["system", "chat_template", "chat_template_kwargs"]
             refuse_changed(self, of_chats, prefix, f"has no effect without {prefix}chat=true; add it, or remove this.")
         if self.tensor_parallel > 1:
             names = ("device_map", "max_memory", "prefetch_blocks", "quantize")

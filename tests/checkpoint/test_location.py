@@ -461,6 +461,24 @@ def test_links_of_a_hub_cache_are_followed_to_their_own_blobs(tiny_model: Path, 
     load_dispatched(snapshot)
 
 
+def test_a_hub_id_without_an_organization(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / "models--gpt2"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    model = save_model(repository / "snapshots" / ("a" * 40))
+    adapter = save_adapter(tmp_path / "adapter", model)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "gpt2"}))
+
+    assert locate("gpt2").config_directory == model
+    assert locate(adapter).base.config_directory == model
+    with pytest.raises(ModelError, match="gpt3 is neither a local directory nor a hub model"):
+        locate("gpt3")
+    with pytest.raises(CheckpointError, match=r"model\.bin does not exist; give a checkpoint"):
+        locate("model.bin")
+
+
 def test_an_adapter_of_a_revision_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     repository, commits = tmp_path / "hub" / "models--org--m", {"main": "a" * 40, "v2": "b" * 40}

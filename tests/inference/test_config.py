@@ -61,6 +61,14 @@ def test_budgets_are_bytes_by_device() -> None:
             "chat_template_kwargs={'a': 1} has no effect without chat=true",
         ),
         (
+            GenerateSettings(checkpoint="x", prompt="a", chat_template="default"),
+            "chat_template=default has no effect without chat=true",
+        ),
+        (
+            GenerateSettings(checkpoint="x", chat=True, chat_template="none.jinja"),
+            "chat_template=none.jinja cannot be read: .*No such file",
+        ),
+        (
             GenerateSettings(checkpoint="x", chat=True, chat_template_kwargs="thinking"),
             "chat_template_kwargs=thinking is not a mapping",
         ),

@@ -147,3 +147,31 @@ def test_rows_of_messages_are_answered_as_conversations(tiny_model: Path, tmp_pa
     refused = generate(tmp_path / "run", settings[0], settings[1])
     assert refused.status == 2
     assert "has messages, which go through the model's chat template; set chat=true" in refused.err
+
+
+def test_a_chat_template_of_a_file_or_a_name(tiny_model: Path, tmp_path: Path) -> None:
+    template, name = tmp_path / "quoted.jinja", "quoted"
+    template.write_text("<{{ messages[0]['content'] }}>")
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "additional_chat_templates").mkdir()
+    shutil.copy(template, model / "additional_chat_templates")
+    (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    asked = ("prompt=abc", "chat=true")
+
+    def completion(number: int, *settings: str) -> str:
+        ended = generate(tmp_path / f"run{number}", *settings)
+        assert ended.status == 0, ended.err
+        return str(rows(tmp_path / f"run{number}" / "completions.jsonl")[0]["completion"])
+
+    expected = completion(1, f"checkpoint={tiny_model}", "prompt=<abc>")
+    assert completion(2, f"checkpoint={tiny_model}", *asked, f"chat_template={template}") == expected
+    assert completion(3, f"checkpoint={model}", *asked, f"chat_template={name}") == expected
+    assert completion(4, f"checkpoint={model}", *asked) != expected
+
+    unknown = generate(tmp_path / "run5", f"checkpoint={model}", *asked, "chat_template=rag")
+    assert unknown.status == 2
+    assert "chat_template=rag is no file, and the tokenizer has no template of that name; the" in unknown.err
+    template.write_text("({{ messages[0]['content'] }})")
+    other = generate(tmp_path / "run2", f"checkpoint={tiny_model}", *asked, f"chat_template={template}")
+    assert other.status == 2
+    assert "other values of chat_template" in other.err

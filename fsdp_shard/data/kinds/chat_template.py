@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fsdp_shard.data.kinds.conversation import check_role_names
 from fsdp_shard.data.kinds.kind import RowSettings, Tokenizer
@@ -24,7 +24,7 @@ _DATE = "\ue000date\ue001"  # private-use characters, which no template writes
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
 
-def _read_template(value: str | None, name: str) -> str | None:
+def read_chat_template(value: str | None, name: str) -> str | None:
     """Return the content of the file `value`; None if it is not a file and may be the name of a template."""
     path = Path(value or "").expanduser()
     try:
@@ -58,6 +58,24 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (str, bool, int)) or (isinstance(value, float) and math.isfinite(value))
 
 
+class ChosenTemplate(Protocol):
+    """Settings that choose a chat template.
+
+    Attributes:
+        chat_template: A file, or the name of one of the tokenizer's templates; None for the tokenizer's own template.
+        template_text: The content of the file; None if there is none.
+        template_variables: Values of the template's variables, by name.
+    """
+
+    chat_template: str | None
+
+    @property
+    def template_text(self) -> str | None: ...
+
+    @property
+    def template_variables(self) -> dict[str, Any]: ...
+
+
 @dataclass
 class TemplateSettings(RowSettings):
     """Settings of the kinds whose rows a chat template renders."""
@@ -79,7 +97,7 @@ class TemplateSettings(RowSettings):
         "{date_string: 26 Jul 2024}. They become defaults of the template saved with the checkpoints.",
     )
 
-    template_text = Parsed("chat_template", _read_template)
+    template_text = Parsed("chat_template", read_chat_template)
     template_variables = Parsed("chat_template_kwargs", parse_chat_template_kwargs)
 
     def check_kind(self, prefix: str) -> None:
@@ -149,10 +167,15 @@ def writes_date(tokenizer: Tokenizer) -> bool:
     return False
 
 
-def with_chat_template(tokenizer: Tokenizer, settings: TemplateSettings) -> Tokenizer:
+def with_chat_template(tokenizer: Tokenizer, settings: ChosenTemplate, prefix: str = "data.") -> Tokenizer:
     """Return a copy of `tokenizer` with the chat template that `settings` choose, and defaults for its variables.
 
     The copy has no other template. Without such settings, `tokenizer` itself is returned.
+
+    Args:
+        tokenizer: The tokenizer.
+        settings: The template and its variables.
+        prefix: Prefix of the settings' names, for messages.
 
     Raises:
         DataError: The tokenizer has no template of that name, or has one with the name of the file; or the template
@@ -161,17 +184,17 @@ def with_chat_template(tokenizer: Tokenizer, settings: TemplateSettings) -> Toke
     name, text, own = settings.chat_template, settings.template_text, tokenizer.chat_template
     variables = settings.template_variables
     if name is None:
-        return with_template_variables(tokenizer, variables, "data.chat_template_kwargs")
+        return with_template_variables(tokenizer, variables, f"{prefix}chat_template_kwargs")
     templates = own if isinstance(own, dict) else {"default": own} if own else {}
     if (text is None) == (name not in templates):
         problem = "no file, and the tokenizer has no template of that name" if text is None else "a file and a template"
         raise DataError(
-            f"data.chat_template={name} is {problem}; the tokenizer has {', '.join(templates) or 'none'}. Give the "
+            f"{prefix}chat_template={name} is {problem}; the tokenizer has {', '.join(templates) or 'none'}. Give the "
             f"path of a file with a Jinja template, or one of these names."
         )
     changed = copy.copy(tokenizer)
     changed.chat_template = templates[name] if text is None else text
-    return with_template_variables(changed, variables, "data.chat_template_kwargs")
+    return with_template_variables(changed, variables, f"{prefix}chat_template_kwargs")
 
 
 def with_template_variables(tokenizer: Tokenizer, variables: Mapping[str, Any], name: str) -> Tokenizer:

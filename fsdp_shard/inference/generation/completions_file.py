@@ -114,6 +114,7 @@ def completion_inputs(
         "dtype": settings.dispatch.dtype,
         "quantize": settings.dispatch.quantize,
         **({"system": settings.system} if settings.system is not None else {}),
+        **({"chat_template": settings.template_text or settings.chat_template} if settings.chat_template else {}),
         **({"chat_template_kwargs": settings.template_variables} if settings.template_variables else {}),
         **({"adapters": adapters} if adapters else {}),
     }

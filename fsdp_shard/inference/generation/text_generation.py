@@ -9,7 +9,7 @@ from typing import Any
 from torch import cuda
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fsdp_shard.data import with_template_variables
+from fsdp_shard.data import with_chat_template
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.inference.config import GenerateSettings
 from fsdp_shard.inference.dispatch import Log, dispatch_model, with_adapters
@@ -52,7 +52,7 @@ def complete_prompts(
     log: Log = say if is_main else lambda text: None
     sampling, trust = settings.generation, settings.dispatch.trust_remote_code
     config, tokenizer = load_config(source.config_directory, trust), load_tokenizer(source.tokenizer_directory, trust)
-    tokenizer = with_template_variables(tokenizer, settings.template_variables, "chat_template_kwargs")
+    tokenizer = with_chat_template(tokenizer, settings, prefix="")
     prompts = [] if settings.is_conversation else prompt_files.read_prompts(settings)
     encoded = tokenize_prompts(tokenizer, prompts, config, chat=settings.chat, system=settings.system)
     room = context_length_of(config, trust)

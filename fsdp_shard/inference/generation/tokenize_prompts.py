@@ -48,7 +48,10 @@ def tokenize_prompts(
     check_generates(config)
     files = tokenizer_files(tokenizer)
     if chat and tokenizer.chat_template is None:
-        raise ModelError(f"chat=true needs a chat template, and the tokenizer {files} has none; remove chat=true.")
+        raise ModelError(
+            f"chat=true needs a chat template, and the tokenizer {files} has none; give a file with one in "
+            f"chat_template=FILE, or remove chat=true."
+        )
 
     def encode() -> list[list[int]]:
         if chat:
@@ -72,7 +75,7 @@ def _chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str | 
     if not _writes_last(tokenizer, values):
         raise DataError(
             f"{prompt.location} has a last message that the chat template of {tokenizer_files(tokenizer)} leaves out; "
-            f"use a tokenizer with another template."
+            f"set chat_template to another one."
         )
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -184,5 +187,5 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> 
         if _PROBE in render([*contents[:-1], _PROBE], in_parts=in_parts):
             return list(tokenizer(render(contents, in_parts=in_parts), add_special_tokens=False)["input_ids"])
     raise ModelError(
-        f"The chat template of {files} leaves out the text of a user's message; use a tokenizer with another template."
+        f"The chat template of {files} leaves out the text of a user's message; set chat_template to another one."
     )
