@@ -53,11 +53,7 @@ def add_adapters(model: PreTrainedModel, adapters: Mapping[str, Location], base:
         settings.try_patterns([fqn for fqn, _ in model.named_modules()])
         _inject(model, name, location)
         layers = _layers_of(model, name)
-        if different := sorted(parts.factors.keys() ^ layers.keys()):
-            raise CheckpointError(
-                f"{location.index.root} does not fit {type(model).__name__}: {different[0]} is adapted only in one of "
-                f"its adapter_config.json, for the modules of this model, and its tensors."
-            )
+        _check_modules(model, location, parts.factors, layers)
         for module, layer in layers.items():
             _fill(model, layer, name, location, parts.factors[module])
     model.__dict__[_NAMES] = tuple(adapters)
@@ -119,6 +115,24 @@ def _layers_of(model: PreTrainedModel, name: str) -> dict[str, Any]:
 
     modules = model.named_modules()
     return {fqn: layer for fqn, layer in modules if isinstance(layer, LoraLayer) and name in layer.scaling}
+
+
+def _check_modules(
+    model: PreTrainedModel, location: Location, stored: Mapping[str, object], adapted: Mapping[str, object]
+) -> None:
+    """Raise CheckpointError unless the modules with stored matrices are those that adapter_config.json adapts."""
+    path = location.index.root
+    if missing := sorted(adapted.keys() - stored.keys()):
+        raise CheckpointError(
+            f"{path}: its adapter_config.json adapts {missing[0]} of {type(model).__name__}, and the adapter has no "
+            f"matrices for it; it is an adapter of another model, or was not saved whole."
+        )
+    if unused := sorted(stored.keys() - adapted.keys()):
+        raise CheckpointError(
+            f"{path} has matrices for {unused[0]}, which its adapter_config.json does not adapt in "
+            f"{type(model).__name__}; it is an adapter of another model, or names modules as another version of "
+            f"transformers does. Read alone, as checkpoint={path}, it is merged into its base."
+        )
 
 
 def _fill(model: PreTrainedModel, layer: Any, name: str, location: Location, names: Mapping[str, str]) -> None:

@@ -130,11 +130,16 @@ def test_mistakes(base: Path, adapters: dict[str, Path], tmp_path: Path) -> None
     (missing / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj", "v_proj"]}))
     experts = Path(shutil.copytree(missing, tmp_path / "experts"))
     (experts / "adapter_config.json").write_text(json.dumps(config | {"target_parameters": ["experts.down_proj"]}))
+    unsaved, unused = (Path(shutil.copytree(missing, tmp_path / name)) for name in ("unsaved", "unused"))
+    (unsaved / "adapter_config.json").write_text(json.dumps(config | {"modules_to_save": ["norm"]}))
+    (unused / "adapter_config.json").write_text(json.dumps(config | {"layers_to_transform": [0]}))
     for path, said in (
         (experts, r"has matrices for each expert \(experts\.down_proj\), and only adapters"),
         (dora, "has the magnitudes of DoRA, and only adapters"),
         (whole, "norm.weight, and only adapters that are products of two matrices"),
-        (missing, "v_proj is adapted only in one of its adapter_config.json"),
+        (missing, r"its adapter_config\.json adapts .*v_proj of LlamaForCausalLM, and the adapter has no matrices"),
+        (unused, r"has matrices for .*q_proj, which its adapter_config\.json does not adapt in LlamaForCausalLM"),
+        (unsaved, r"has modules_to_save \(norm\), and only adapters"),
     ):
         with pytest.raises(CheckpointError, match=said):
             load_dispatched(base, "cpu", adapters={"one": path})

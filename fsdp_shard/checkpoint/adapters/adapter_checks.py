@@ -76,6 +76,8 @@ def check_unmerged(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple
     settings, parts = check_on_base(adapter, base, side)
     others = [*parts.whole.values(), *parts.tokens.values()]
     has = "the magnitudes of DoRA" if settings.is_dora else next(iter(others), None)
+    if has is None and settings.saved:
+        has = f"modules_to_save ({', '.join(settings.saved)})"
     if settings.parameters:
         has = f"matrices for each expert ({settings.parameters[0]})"
     if has is not None:
