@@ -1,6 +1,7 @@
 """fsdp-shard: fine-tune Hugging Face models under FSDP, manage their checkpoints, and run inference from them.
 
-    finetune, evaluate, generate, plan the commands: settings as a list, figures as a dict
+    finetune, evaluate, generate, plan
+                                       the commands: they take a list of settings and return a dict of figures
     open_checkpoint, convert, verify   checkpoints of any format
     load_dispatched                    a transformers model spread over GPUs, CPU and disk
     Checkpointer                       checkpoints in your own training loop

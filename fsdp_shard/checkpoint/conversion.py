@@ -78,7 +78,7 @@ class ConvertReport:
         left_out: Number of tensors in the source that are not weights, by kind: `optimizer`, `adapter`, `other`.
         notes: Lines about tensors that an adapter's settings drop, that the model of `config=` lacks, or that stay
             in float32.
-        source: The converted checkpoint, as in `Location.to_json`: a run may have a later step by now.
+        source: The converted checkpoint, as in `Location.to_json`: the path of a run may lead to a later step by now.
         warnings: Why the target cannot be loaded, as its config ties other tensors; also printed to standard error.
     """
 
@@ -270,7 +270,7 @@ def _convert(settings: ConvertSettings, source: Location) -> ConvertReport:
         warnings = _wrong_ties(settings, index, plan.aliases)
         adapter_config = {ADAPTER_CONFIG: source.weights / ADAPTER_CONFIG} if source.is_adapter else {}
         check_side_files({**model_files, **adapter_config})
-        stamps = _stamps(index)
+        stamps = _stamps(index)  # shows whether a source file changes from here on
         _refuse_damage(index)
         num_bytes = plan.target.num_bytes + sum(path.stat().st_size for path in model_files.values())
         with atomicity.new_directory(target, num_bytes, replace=settings.overwrite, sync=settings.sync) as temporary:

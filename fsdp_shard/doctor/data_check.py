@@ -13,14 +13,14 @@ _MANY_TRUNCATED, _MANY_DROPPED = 0.25, 0.1
 _NUM_LOOKED_AT = 256  # samples to compare with the vocabulary
 
 
-def check_data(config: FinetuneConfig, prepare_samples: DataFunction) -> Iterator[Finding]:
+def check_data(config: FinetuneConfig, get_samples: DataFunction) -> Iterator[Finding]:
     """Prepare the data, and find how often each sample would be trained, and which never would be.
 
     Args:
         config: Settings of the run.
-        prepare_samples: Returns the data, or None without a model or data.
+        get_samples: Returns the data, or None without a model or data.
     """
-    prepared = prepare_samples()
+    prepared = get_samples()
     if prepared is None:
         yield skipped(missing_settings(config))
         return

@@ -52,16 +52,14 @@ def check_disk(run_dir: str) -> Iterator[Finding]:
     yield ok(text) if rate > _SLOW_BYTES_PER_SECOND else warning(f"{text}: saving checkpoints will be slow")
 
 
-def check_disk_space(
-    config: FinetuneConfig, plan_run: PlanFunction, prepare_samples: DataFunction
-) -> Iterator[Finding]:
+def check_disk_space(config: FinetuneConfig, get_plan: PlanFunction, get_samples: DataFunction) -> Iterator[Finding]:
     """Check that the checkpoints still to be saved fit on the disk. With train.epochs, the data decides how many."""
-    plan = plan_run()
+    plan = get_plan()
     resumed = training.find_step(config.resume, config.run_dir)
     if plan is not None and training.is_finished(resumed, config.run_dir, config.train):
         yield ok("the run is finished: no checkpoint is left to save")
         return
-    data = None if config.train.epochs is None else prepare_samples()
+    data = None if config.train.epochs is None else get_samples()
     if plan is None or (data is None and config.train.epochs is not None):
         return
     train = config.train.for_data(None if data is None else data.samples.train.num_samples)

@@ -93,7 +93,7 @@ def check_settings(config: FinetuneConfig, check: Callable[[FinetuneConfig], Non
     sizes = world_sizes(config.launch)
     ranks = f"{sizes[0]} to {sizes[-1]} ranks" if len(sizes) > 1 else format_count(sizes[0], "rank")
     yield ok(f"finetune accepts {config.model.path} and {text} on {ranks}")
-    yield from map(noted, training.describe_lengths(config.data, _context(config)))
+    yield from map(noted, training.describe_lengths(config.data, _context_length(config)))
 
 
 def plan_run(config: FinetuneConfig) -> MemoryPlan | None:
@@ -116,9 +116,9 @@ def _planned_run(config: FinetuneConfig) -> PlannedRun:
     return PlannedRun.of(config, length, num_ranks, on_gpu=uses_gpus(config.launch), resumes=resumes)
 
 
-def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Finding]:
+def check_memory(config: FinetuneConfig, get_plan: PlanFunction) -> Iterator[Finding]:
     """Check that each rank on this machine has the memory that the plan requires."""
-    plan = plan_run()
+    plan = get_plan()
     if plan is None:
         yield skipped("model.path=...")
         return
@@ -197,14 +197,14 @@ def model_config(config: FinetuneConfig) -> PretrainedConfig:
     return training.origin_config(config.model, _source(config))
 
 
-def _context(config: FinetuneConfig) -> models.ContextLength:
+def _context_length(config: FinetuneConfig) -> models.ContextLength:
     return models.load_context_length(_source(config).config_directory, config.model.trust_remote_code)
 
 
 def _settle_length(config: FinetuneConfig) -> int:
     """Set the sequence length as `finetune` does, whose checks may have failed earlier for another reason."""
     return config.data.sequence_length or training.settle_run_length(
-        config.data, _resumed_step(config), _context(config)
+        config.data, _resumed_step(config), _context_length(config)
     )
 
 

@@ -7,7 +7,8 @@ From a checkpoint to a model:
     quantization        int8 and int4 weights
 From prompts to text:
     generation/         tokenizes, decodes and writes completions
-    schedule            the order of batches and layers
+For evaluations of many batches:
+    batch_schedule      the order of batches and streamed blocks
 """
 
 import lazy_loader

@@ -1,4 +1,5 @@
 from .available_memory import free_cpu_bytes as free_cpu_bytes
+from .batch_schedule import Schedule as Schedule, plan_schedule as plan_schedule, stream_of as stream_of
 from .compare_logits import diff_logits as diff_logits
 from .config import (
     BATCH_MAJOR as BATCH_MAJOR,
@@ -19,7 +20,7 @@ from .dispatch import (
     load_dispatched as load_dispatched,
     model_from_config as model_from_config,
     plan_dispatch as plan_dispatch,
-    with_adapters as with_adapters,
+    reserve_adapter_memory as reserve_adapter_memory,
 )
 from .generation.batching import complete as complete
 from .generation.decoder import Decoder as Decoder
@@ -35,4 +36,3 @@ from .named_adapters import inject_adapters as inject_adapters
 from .offload.mmap_tensors import MappedFiles as MappedFiles
 from .offload.tensor_reader import READ_BYTES as READ_BYTES
 from .registry import QUANTIZATIONS as QUANTIZATIONS
-from .schedule import Schedule as Schedule, plan_schedule as plan_schedule, stream_of as stream_of

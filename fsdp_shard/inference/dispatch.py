@@ -19,7 +19,7 @@ from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import Location, TensorIndex, locate
 from fsdp_shard.distributed import DistributedContext, gpu_number
 from fsdp_shard.errors import CheckpointError, ConfigError, ModelError, PlanError, one_line
-from fsdp_shard.inference import available_memory, quantization, schedule, tensor_parallel_dispatch
+from fsdp_shard.inference import available_memory, batch_schedule, quantization, tensor_parallel_dispatch
 from fsdp_shard.inference.config import Device, DispatchConfig, locate_adapters, parse_adapters
 from fsdp_shard.inference.device_map.device_plan import DevicePlan
 from fsdp_shard.inference.device_map.strategies import plan_device_map
@@ -121,8 +121,8 @@ def load_dispatched(
     )
     check(settings)
     # Blocks on disk are read throughout the model's life, even if the working directory changes.
-    source = locate(_fixed(path), base=None if base is None else _fixed(base), config=config)
-    settings = with_adapters(settings, source, located) if located else settings
+    source = locate(_absolute(path), base=None if base is None else _absolute(base), config=config)
+    settings = reserve_adapter_memory(settings, source, located) if located else settings
     with torch.device("cpu"):  # for tensors created without a device; torch.set_default_device may name another
         model = dispatch_model(source, load_config(source.config_directory, settings.trust_remote_code), settings)
         if located:
@@ -130,7 +130,7 @@ def load_dispatched(
     return cast("_DispatchedModel", model)
 
 
-def _fixed(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+def _absolute(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """Return the absolute path of a local one, and anything else as it is."""
     local = checkpoint.local_path(path)
     return local.absolute() if local.exists() else path
@@ -144,7 +144,9 @@ def _check_names(options: Iterable[str]) -> None:
         )
 
 
-def with_adapters(settings: DispatchConfig, source: Location, adapters: Mapping[str, Location]) -> DispatchConfig:
+def reserve_adapter_memory(
+    settings: DispatchConfig, source: Location, adapters: Mapping[str, Location]
+) -> DispatchConfig:
     """Return the settings for a model with adapters: its budgets are reduced by the adapters' memory.
 
     Raises:
@@ -179,7 +181,7 @@ def dispatch_model(
     context: DistributedContext | None = None,
     on_plan: OnPlan | None = None,
 ) -> PreTrainedModel:
-    """Load a located model with a command's settings, as `load_dispatched` does.
+    """Build a located model on meta, plan the devices of its blocks, and load or stream each block.
 
     Args:
         source: The located checkpoint.
@@ -218,12 +220,12 @@ def dispatch_model(
         log(f"{index.path}: {plan.describe()}")
         if on_plan is not None:
             on_plan(plan)
-        cache = max(available_memory.free_cpu_bytes() - plan.resident_bytes.get("cpu", 0), 0)
-        pages = PageBudget("cpu" in (settings.budgets or {}), cache)
+        page_cache_bytes = max(available_memory.free_cpu_bytes() - plan.resident_bytes.get("cpu", 0), 0)
+        pages = PageBudget("cpu" in (settings.budgets or {}), page_cache_bytes)
         quantizer = _quantizer(model, blocks, settings.quantize, plan.execution_device, log)
         stream = dispatch_blocks(model, blocks, plan, index, matched.stored, pages, quantizer)
         if stream.num_blocks:  # a model without streamed blocks can be copied and pickled
-            schedule.keep_stream(model, stream)
+            batch_schedule.keep_stream(model, stream)
         device_map = dict(plan.devices)
     model.__dict__["hf_device_map"] = device_map  # the name in transformers and accelerate
     _load_generation_config(model, source)
@@ -263,18 +265,18 @@ def plan_dispatch(
         PlanError: The blocks do not fit, or quantized blocks would have to be streamed.
     """
     budgets = _budgets_of_rank(settings, context)
-    if budgets is None:
+    if budgets is None and isinstance(settings.assignment, dict):
+        budgets = {}  # a mapping names the devices, and nothing needs to be chosen
+    elif budgets is None:
         ranks = (context.local_rank, context.local_world_size) if context else (0, 1)
         use_gpus = context is None or context.device.type != "cpu"
-        budgets = {}
-        if not isinstance(settings.assignment, dict):
-            budgets = available_memory.machine_budgets(*ranks, use_gpus=use_gpus)
+        budgets = available_memory.machine_budgets(*ranks, use_gpus=use_gpus)
     blocks = no_split_blocks(model)
     if kind := QUANTIZATIONS.get(settings.quantize):
         blocks = quantization.quantized_blocks(model, blocks, kind, on_gpu=_uses_gpus(settings.assignment, budgets))
-    caches = {} if kv_cache is None else cache_bytes(model, blocks, kv_cache)
+    kv_bytes = {} if kv_cache is None else cache_bytes(model, blocks, kv_cache)
     ties, prefetch = tied_blocks(model, blocks), settings.prefetch_blocks
-    plan = plan_device_map(blocks, settings.assignment, budgets, ties=ties, prefetch=prefetch, cache_bytes=caches)
+    plan = plan_device_map(blocks, settings.assignment, budgets, ties=ties, prefetch=prefetch, cache_bytes=kv_bytes)
     streamed = [fqn for fqn in plan.devices if plan.is_streamed(fqn)]
     if kind and streamed:  # otherwise each would be quantized again for every token
         raise PlanError(

@@ -111,7 +111,7 @@ def _plan_dispatch(config: PlannedSettings, model: PlannedModel, length: int) ->
         inject_adapters,
         model_from_config,
         plan_dispatch,
-        with_adapters,
+        reserve_adapter_memory,
     )
     from fsdp_shard.models import load_config
     from fsdp_shard.planning.generation_plan import plan_generation
@@ -120,7 +120,7 @@ def _plan_dispatch(config: PlannedSettings, model: PlannedModel, length: int) ->
     model_config = load_config(model.source.config_directory, config.model.trust_remote_code)
     settings, adapters = config.dispatch, config.adapter_sources
     if adapters:
-        settings = with_adapters(settings, model.source, adapters)
+        settings = reserve_adapter_memory(settings, model.source, adapters)
     dispatched = model_from_config(model_config, settings)
     _, devices = plan_dispatch(dispatched, settings, budget)
     if adapters:

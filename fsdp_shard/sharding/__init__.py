@@ -2,7 +2,7 @@
 
 The plan, from the model's structure alone:
     wrap_policy       which modules become units; `forward_trace` finds parameters that are used elsewhere
-    mesh              how the settings divide the ranks
+    rank_counts       how the settings divide the ranks into shards, replicas and data ranks
 The wrappers, a file each, chosen by `registry`:
     fsdp2, fsdp1, ddp; `prepare_model` has the steps common to them
 Before a wrapper:

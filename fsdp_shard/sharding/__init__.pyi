@@ -24,7 +24,7 @@ from .context_parallel.sequence_parts import (
     chunks_of_ranks as chunks_of_ranks,
 )
 from .context_parallel.ulysses import num_sent_heads as num_sent_heads
-from .expert_parallel import CUT_BY_EXPERTS as CUT_BY_EXPERTS, SENDS_TO_EXPERTS as SENDS_TO_EXPERTS
+from .expert_parallel import DIVIDED_BY_EXPERTS as DIVIDED_BY_EXPERTS, SENDS_TO_EXPERTS as SENDS_TO_EXPERTS
 from .forward_trace import unused_by_text as unused_by_text
 from .fsdp1 import flat_spans as flat_spans
 from .fsdp2 import padded_shape as padded_shape

@@ -42,14 +42,14 @@ class ShardConfig:
             weight in a separate unit.
         flattens_units: Whether all parameters of a unit, frozen and trained, form one flat parameter.
         is_sharded: Whether parameters are divided over ranks at all.
-        accumulates_offloaded: Whether gradients of several micro-batches can be accumulated in CPU memory.
+        accumulates_offloaded_gradients: Whether gradients of several micro-batches can be accumulated in CPU memory.
     """
 
     wrapper: ClassVar[str]
     quantized_dtype: ClassVar[str] = "uint8"
     flattens_units: ClassVar[bool] = False
     is_sharded: ClassVar[bool] = True
-    accumulates_offloaded: ClassVar[bool] = True
+    accumulates_offloaded_gradients: ClassVar[bool] = True
 
     param_dtype: str = setting(
         "bfloat16", "The dtype in which blocks compute and parameters are gathered.", choices=DTYPES
@@ -118,15 +118,16 @@ class ShardConfig:
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError for settings that contradict each other, regardless of model and number of ranks."""
-        kind, every = self.activation_checkpointing, self.reshard_after_forward
-        if (isinstance(kind, str) and kind not in CHECKPOINTING_MODES) or (type(kind) is int and kind < 1):
+        checkpointing, reshard = self.activation_checkpointing, self.reshard_after_forward
+        is_unknown = isinstance(checkpointing, str) and checkpointing not in CHECKPOINTING_MODES
+        if is_unknown or (type(checkpointing) is int and checkpointing < 1):
             raise ConfigError(
-                f"{prefix}activation_checkpointing={kind} is not true, false, {', '.join(CHECKPOINTING_MODES)} or a "
-                f"number N from 1 on, for every N-th block."
+                f"{prefix}activation_checkpointing={checkpointing} is not true, false, "
+                f"{', '.join(CHECKPOINTING_MODES)} or a number N from 1 on, for every N-th block."
             )
-        if type(every) is int and every < 2:
+        if type(reshard) is int and reshard < 2:
             raise ConfigError(
-                f"{prefix}reshard_after_forward={every} is not true, false or a number of ranks from 2 on; "
+                f"{prefix}reshard_after_forward={reshard} is not true, false or a number of ranks from 2 on; "
                 f"to keep parameters gathered after the forward pass, set it to false."
             )
         if self.blocks and self.min_params is not None:
@@ -143,7 +144,7 @@ class ShardConfig:
             raise ConfigError(
                 f"{prefix}norms_in_float32=true has no effect, as {prefix}param_dtype=float32 holds for all layers."
             )
-        if self.prefetch_backward is not None and every is False:
+        if self.prefetch_backward is not None and reshard is False:
             raise ConfigError(
                 f"{prefix}prefetch_backward={self.prefetch_backward} has no effect with {prefix}"
                 f"reshard_after_forward=false, which keeps parameters gathered for the backward pass."
@@ -229,7 +230,7 @@ class Unit:
         dtype: The computation dtype of the unit.
         num_trained: Number of elements that are not frozen.
         gathered_bytes: Bytes of the gathered parameters.
-        is_bytes: Whether the parameters are raw bytes in a floating-point dtype, which must not be cast.
+        is_quantized: Whether the parameters are raw bytes in a floating-point dtype, which must not be cast.
     """
 
     fqn: str
@@ -240,7 +241,7 @@ class Unit:
     dtype: str
     num_trained: int
     gathered_bytes: int
-    is_bytes: bool = False
+    is_quantized: bool = False
 
 
 def itemsize(dtype: str) -> int:

@@ -19,7 +19,7 @@ from fsdp_shard.models import follows_plans_by_fqn, parallel_plan
 
 _SETTING = "shard.expert_parallel"
 # Styles of a module that sends tokens to its experts, and of a parameter that is divided by experts.
-SENDS_TO_EXPERTS, CUT_BY_EXPERTS = "ep_dispatch_experts", "grouped_gemm"
+SENDS_TO_EXPERTS, DIVIDED_BY_EXPERTS = "ep_dispatch_experts", "grouped_gemm"
 
 
 def check_experts(model: nn.Module, num_ranks: int) -> None:
@@ -36,15 +36,15 @@ def check_experts(model: nn.Module, num_ranks: int) -> None:
             f"{where}: transformers has no expert-parallel plan for {name}, or it has no experts, so there is nothing "
             f"to divide; {instead}"
         )
-    if others := sorted(set(plan.values()) - {SENDS_TO_EXPERTS, CUT_BY_EXPERTS}):
+    if others := sorted(set(plan.values()) - {SENDS_TO_EXPERTS, DIVIDED_BY_EXPERTS}):
         raise ConfigError(
             f"{where}: the plan of {name} asks for {', '.join(others)}, which fsdp-shard cannot load and save; it "
-            f"knows {SENDS_TO_EXPERTS}, {CUT_BY_EXPERTS}. To train it, {instead}"
+            f"knows {SENDS_TO_EXPERTS}, {DIVIDED_BY_EXPERTS}. To train it, {instead}"
         )
     shapes = {fqn: tuple(param.shape) for fqn, param in model.named_parameters()}
     sending = [fqn for fqn in plan if fqn not in shapes]
     inside = {fqn for fqn in shapes if fqn.rpartition(".")[0] in sending}
-    if uneven := sorted(inside ^ {fqn for fqn in shapes if plan.get(fqn) == CUT_BY_EXPERTS}):
+    if uneven := sorted(inside ^ {fqn for fqn in shapes if plan.get(fqn) == DIVIDED_BY_EXPERTS}):
         raise ConfigError(
             f"{where}: the plan of {name} does not say of {uneven[0]} both that it is cut by experts and that tokens "
             f"are sent there, so it cannot be trained in parts; {instead}"

@@ -118,7 +118,8 @@ def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) 
     policy = {model.get_submodule(unit.fqn): {"mixed_precision": _precision(unit, settings)} for unit in inner}
     dtype = getattr(torch, settings.param_dtype)
     for unit in inner:
-        if unit.dtype != settings.param_dtype and not unit.is_bytes:  # torch does not cast the outputs of such a unit
+        # torch does not cast the outputs of such a unit
+        if unit.dtype != settings.param_dtype and not unit.is_quantized:
             model.get_submodule(unit.fqn).register_forward_hook(lambda module, args, output: output.to(dtype))
     with warnings.catch_warnings():
         # Our docs on shard=fsdp1 already say that this wrapper is deprecated, and that frozen parameters in a unit need
@@ -147,7 +148,7 @@ def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) 
 
 
 def _precision(unit: Unit, settings: ShardConfig) -> fsdp.MixedPrecision | None:
-    if unit.is_bytes:
+    if unit.is_quantized:
         return None
     precision = fsdp.MixedPrecision(
         param_dtype=getattr(torch, unit.dtype),

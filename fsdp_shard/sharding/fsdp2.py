@@ -89,7 +89,11 @@ class _Scalars:
             at_end_of_backward(self._average)
 
     def _average(self) -> None:
-        """Average the gradients; those of micro-batches before are this rank's, or the mean, which averaging keeps."""
+        """Average the gradients over the ranks.
+
+        Those accumulated under `no_sync` are this rank's own. Averages of earlier passes are equal on all ranks, so
+        averaging them again keeps them.
+        """
         self._is_queued = False
         grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in self.trained]
         is_used = [float(param.grad is not None) for param in self.trained]
@@ -97,13 +101,18 @@ class _Scalars:
         sums = torch.stack([total, total.new_tensor(is_used)])
         dist.all_reduce(sums)
         means = sums[0] / dist.get_world_size()
-        for param, mean, number in zip(self.trained, means, sums[1].tolist(), strict=True):
-            if number:
+        for param, mean, num_users in zip(self.trained, means, sums[1].tolist(), strict=True):
+            if num_users:
                 param.grad = mean.to(param.dtype)
 
 
 def check_supported(model: nn.Module, settings: ShardConfig) -> None:
-    """Raise ConfigError if `model` cannot be divided, or computes with its parameters, as the settings ask."""
+    """Check that `model` works under `fully_shard` with these settings.
+
+    Raises:
+        ConfigError: Its layers or experts cannot be divided, its forward pass converts a gathered parameter to another
+            dtype, or it has scalar parameters and ranks that divide modules.
+    """
     if settings.tensor_parallel > 1:
         tensor_parallel.check_tensor_parallel(model, settings.tensor_parallel)
     if settings.expert_parallel > 1:
@@ -127,16 +136,16 @@ def check_supported(model: nn.Module, settings: ShardConfig) -> None:
 def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards: int) -> list[dict[str, Shape]]:
     """The rows of each parameter for each shard: cut as `torch.chunk` does, so the last may hold less or nothing.
 
-    Shards that hold the same share one dict: of a thousand ranks, there are a few kinds.
+    Shards that hold the same share one dict: a thousand shards have only a few different ones.
     """
     # A parameter has its whole number of rows in the first shards, then the rest in one, and none in the others.
-    ends = {0}
+    changes = {0}  # indices of shards that differ from the one before
     for size in {shape[0] for shape in shapes.values() if shape and shape[0]}:
         num_full = size // padded_shape((size,), num_shards)[0]
-        ends |= {num_full, num_full + 1}
+        changes |= {num_full, num_full + 1}
     local: list[dict[str, Shape]] = []
     for index in range(num_shards):
-        same = index not in ends
+        same = index not in changes
         local.append(local[-1] if same else {name: _rows(shape, num_shards, index) for name, shape in shapes.items()})
     return local
 
@@ -177,16 +186,18 @@ def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) 
     complete_gradients(model)
     run_in_part = _units_run_in_part(model, [*inner, root]) if _REDUCES_UNUSED else []
     experts = _divide(model, settings, context, options)
-    # Used last in the forward pass and first in the backward pass: freeing it between would only gather it twice.
+    # The output head and the root run last in the forward pass and first in the backward pass: freeing them in between
+    # would only gather them twice.
     kept = options | {"reshard_after_forward": False}
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     for unit in (unit for unit in inner if unit.fqn not in experts):
         module = model.get_submodule(unit.fqn)
         # Quantized weights have units of their own until torch 2.13 (`Fsdp2Config.quantized_dtype`): nothing is cast.
-        policy = MixedPrecisionPolicy(cast_forward_inputs=False) if unit.is_bytes else _precision(unit.dtype, settings)
+        uncast = MixedPrecisionPolicy(cast_forward_inputs=False)
+        policy = uncast if unit.is_quantized else _precision(unit.dtype, settings)
         fully_shard(module, mp_policy=policy, **(kept if module is head else options))
-        if type(every := settings.reshard_after_forward) is int and module is not head:
-            reshard_over(module, context.neighbor_mesh(every))  # one mesh for all units
+        if type(num_ranks := settings.reshard_after_forward) is int and module is not head:
+            reshard_over(module, context.neighbor_mesh(num_ranks))  # one mesh for all units
     fully_shard(model, mp_policy=_precision(root.dtype, settings), **kept)
     for fqn in run_in_part:
         model.get_submodule(fqn).set_reduce_scatter_unused_params(True, recurse=False)  # type: ignore[operator]  # added by fully_shard

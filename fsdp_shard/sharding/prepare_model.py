@@ -139,9 +139,9 @@ def _check_recomputed(model: nn.Module, shard: ShardConfig, units: Sequence[Unit
 
 
 def check_dtypes(model: nn.Module, shard: ShardConfig) -> None:
-    """Raise ConfigError if parameters that the wrapper keeps together have different dtypes.
+    """Raise ConfigError if the wrapper does not support the model, or units have parameters of different dtypes.
 
-    These are the trained parameters of a unit, and also the frozen ones if the wrapper flattens units.
+    Only the trained parameters of a unit need one dtype, but all of them if the wrapper flattens units.
     """
     shard.check_supported(model)
     params = dict(model.named_parameters())

@@ -27,10 +27,10 @@ def check_mesh(shard: ShardConfig, num_ranks: int) -> None:
         raise ConfigError(
             f"shard.replicas={shard.replicas} does not divide the {format_count(num_ranks, 'rank')} of this run."
         )
-    every, shards = shard.reshard_after_forward, num_shards(shard, num_ranks)
-    if type(every) is int and (shards % every or every >= shards):
+    reshard, shards = shard.reshard_after_forward, num_shards(shard, num_ranks)
+    if type(reshard) is int and (shards % reshard or reshard >= shards):
         raise ConfigError(
-            f"shard.reshard_after_forward={every} must divide the {format_count(shards, 'rank')} that a replica is "
+            f"shard.reshard_after_forward={reshard} must divide the {format_count(shards, 'rank')} that a replica is "
             f"sharded over, and be less; true reshards over all of them."
         )
 
@@ -45,7 +45,7 @@ def check_ranks(shard: ShardConfig, num_ranks: int, *, on_gpu: bool) -> None:
 
 def check_accumulation(shard: ShardConfig, num_micro_batches: int) -> None:
     """Raise ConfigError if the wrapper cannot accumulate the gradients of `num_micro_batches` micro-batches."""
-    keeps_last = not shard.accumulates_offloaded and shard.cpu_offload and shard.sync_every_micro_batch
+    keeps_last = not shard.accumulates_offloaded_gradients and shard.cpu_offload and shard.sync_every_micro_batch
     if keeps_last and num_micro_batches > 1:
         raise ConfigError(
             f"shard=fsdp1 with shard.cpu_offload=true keeps the gradients of the last of {num_micro_batches} "

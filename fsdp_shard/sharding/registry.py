@@ -48,7 +48,7 @@ class Fsdp1Config(ShardConfig):
 
     wrapper: ClassVar[str] = "fsdp1"
     flattens_units: ClassVar[bool] = True
-    accumulates_offloaded: ClassVar[bool] = False
+    accumulates_offloaded_gradients: ClassVar[bool] = False
     quantized_dtype: ClassVar[str] = "float32"  # flat parameters must be floating-point, and are cast as a whole
 
     def check(self, prefix: str) -> None:
@@ -75,7 +75,7 @@ class Fsdp1Config(ShardConfig):
 
 
 # Settings for sharding and gathering parameters, which do not apply to DDP.
-_MEANINGLESS = (
+_NOT_FOR_DDP = (
     "norms_in_float32",
     "replicas",
     "tensor_parallel",
@@ -89,7 +89,7 @@ _MEANINGLESS = (
 
 
 # Settings for output, the time of gradient reduction, and a rank's part of each sequence.
-_OF_FINETUNE = ("explain", "sync_every_micro_batch", "context_parallel", "context_method")
+_ONLY_FOR_FINETUNE = ("explain", "sync_every_micro_batch", "context_parallel", "context_method")
 
 
 @dataclass
@@ -115,7 +115,7 @@ class DdpConfig(ShardConfig):
     def check(self, prefix: str) -> None:
         super().check(prefix)
         why = "has no effect with shard=ddp, where every rank has the whole model all the time; remove it, or use"
-        refuse_changed(self, _MEANINGLESS, prefix, f"{why} shard=fsdp2.")
+        refuse_changed(self, _NOT_FOR_DDP, prefix, f"{why} shard=fsdp2.")
 
 
 WRAPPERS: dict[str, type[ShardConfig]] = {kind.wrapper: kind for kind in (Fsdp2Config, Fsdp1Config, DdpConfig)}
@@ -161,7 +161,7 @@ def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2",
     _check_context(context)
     config = WRAPPERS[wrapper](**settings)
     check(config)
-    refuse_changed(config, _OF_FINETUNE, "shard.", "is for finetune, and has no effect here; remove it.")
+    refuse_changed(config, _ONLY_FOR_FINETUNE, "shard.", "is for finetune, and has no effect here; remove it.")
     check_ranks(config, context.world_size, on_gpu=context.device.type == "cuda")
     _check_mesh_of(context, config)
     from fsdp_shard.sharding.module_shards import free_after_passes_without_gradients

@@ -26,7 +26,7 @@ from fsdp_shard.utils import format_size, format_table
 # not worth a collective and stays in the root.
 _OWN_UNIT_BYTES = 4 * 2**20
 
-_HEAD = ("unit", "class", "units", "parameters", "gathered", "per rank")
+_COLUMNS = ("unit", "class", "units", "parameters", "gathered", "per rank")
 
 
 def plan_units(model: nn.Module, settings: ShardConfig) -> tuple[Unit, ...]:
@@ -55,21 +55,21 @@ def plan_units(model: nn.Module, settings: ShardConfig) -> tuple[Unit, ...]:
         if settings.min_params is None:  # units by size need no blocks
             raise
         blocks = []
-    gathered = _gathered_when_called(model, blocks) if settings.is_sharded else lambda fqn: True
+    can_gather = _gathers_when_called(model, blocks) if settings.is_sharded else lambda fqn: True
     if settings.min_params is None:
-        chosen = {block.fqn for block in blocks if _stands_alone(block) and gathered(block.fqn)}
+        chosen = {block.fqn for block in blocks if _stands_alone(block) and can_gather(block.fqn)}
     else:
-        chosen = _large_modules(model, settings.min_params, gathered)
+        chosen = _large_modules(model, settings.min_params, can_gather)
     norms = set(_norms(model)) if settings.norms_in_float32 else set()
     if settings.norms_in_float32 and not norms:
         raise ConfigError(f"shard.norms_in_float32=true: {type(model).__name__} has no norm layer with parameters.")
-    apart = set() if settings.quantized_dtype == "uint8" else {fqn for fqn, _ in quantized_weights(model)}
-    fqns = _without_ties(model, chosen | norms | apart)
+    quantized = set() if settings.quantized_dtype == "uint8" else {fqn for fqn, _ in quantized_weights(model)}
+    fqns = _without_ties(model, chosen | norms | quantized)
     members: dict[str, list[tuple[str, nn.Parameter]]] = {fqn: [] for fqn in [*_inner_first(model, fqns), ""]}
     for name, param in model.named_parameters():
         members[_unit_of(name, fqns)].append((name, param))
     counted = weights_per_parameter(model)
-    dtypes = dict.fromkeys(norms, "float32") | dict.fromkeys(apart, settings.quantized_dtype)
+    dtypes = dict.fromkeys(norms, "float32") | dict.fromkeys(quantized, settings.quantized_dtype)
     units = []
     for fqn, held in members.items():
         dtype = dtypes.get(fqn, settings.param_dtype)
@@ -83,7 +83,7 @@ def plan_units(model: nn.Module, settings: ShardConfig) -> tuple[Unit, ...]:
                 dtype=dtype,
                 num_trained=sum(param.numel() for _, param in held if param.requires_grad),
                 gathered_bytes=sum(param.numel() * _gathered_itemsize(param, dtype) for _, param in held),
-                is_bytes=fqn in apart,
+                is_quantized=fqn in quantized,
             )
         )
     return tuple(units)
@@ -98,7 +98,7 @@ def _stands_alone(block: Block) -> bool:
     return not block.direct and bool(block.fqn) and (block.repeated or block.num_bytes >= _OWN_UNIT_BYTES)
 
 
-def _gathered_when_called(model: nn.Module, blocks: Sequence[Block]) -> Callable[[str], bool]:
+def _gathers_when_called(model: nn.Module, blocks: Sequence[Block]) -> Callable[[str], bool]:
     """Return a function that determines whether the module with an FQN can gather its parameters when called.
 
     Modules that were not called, such as the image encoder of a model that ran on text, count as separable if they are
@@ -119,7 +119,7 @@ def _gathered_when_called(model: nn.Module, blocks: Sequence[Block]) -> Callable
     return can_gather
 
 
-def _large_modules(model: nn.Module, min_params: int, gathered: Callable[[str], bool]) -> set[str]:
+def _large_modules(model: nn.Module, min_params: int, can_gather: Callable[[str], bool]) -> set[str]:
     """Return the FQNs of the modules with at least `min_params` parameters outside of such modules inside them."""
     counted: set[int] = set()
     found: set[str] = set()
@@ -134,7 +134,7 @@ def _large_modules(model: nn.Module, min_params: int, gathered: Callable[[str], 
         counted.update(map(id, params))
         children = [] if _reads_its_children(module) else list(module.named_children())
         own += sum(count(child, f"{fqn}.{name}" if fqn else name) for name, child in children)
-        if not fqn or own < min_params or not gathered(fqn):
+        if not fqn or own < min_params or not can_gather(fqn):
             return own
         found.add(fqn)
         return 0
@@ -216,7 +216,7 @@ def unit_tree(model: nn.Module, shard: ShardConfig, num_ranks: int) -> list[str]
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     units = plan_units(model, shard)
     local = shard.local_shapes(shapes, units, num_shards(shard, num_ranks))
-    return format_table([list(_HEAD), *_rows([_tree(units, shapes, local)], 0)])
+    return format_table([list(_COLUMNS), *_rows([_tree(units, shapes, local)], 0)])
 
 
 def _tree(units: Sequence[Unit], shapes: Mapping[str, Shape], local: Sequence[Mapping[str, Shape]]) -> _Node:

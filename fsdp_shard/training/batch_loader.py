@@ -31,7 +31,7 @@ class PartBatch(Batch):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DividedBatch(Batch):
+class WholeAndPartBatch(Batch):
     """A batch of whole sequences, with this rank's part of them.
 
     Attributes:
@@ -49,14 +49,14 @@ class StepBatches:
 
     Attributes:
         samples: Positions of the samples of all ranks, int64 [global_batch_size].
-        parts: Those of each micro-batch of this rank, int64 [num_micro_batches, micro_batch_size].
+        own_samples: Those of each micro-batch of this rank, int64 [num_micro_batches, micro_batch_size].
         micro_batches: The micro-batches.
         counts: The divisor of each term of the loss, the trained tokens, and those of each source of a mixture, float64
             on the device: those of this rank, or its share of them if several ranks count the same sequences.
     """
 
     samples: Ints
-    parts: Ints
+    own_samples: Ints
     micro_batches: list[DeviceBatch]
     counts: torch.Tensor
 
@@ -122,16 +122,16 @@ class BatchLoader:
 
     def _load(self, samples: Ints) -> StepBatches:
         context = self._context
-        parts = micro_batches(samples, self._config.micro_batch_size, context.data_rank, context.num_data_ranks)
-        whole = (read_batch(self._dataset, part, self._model) for part in parts)
+        own_samples = micro_batches(samples, self._config.micro_batch_size, context.data_rank, context.num_data_ranks)
+        whole = (read_batch(self._dataset, positions, self._model) for positions in own_samples)
         batches = [own_part(batch, self._context_ranks, keeps_whole=self._keeps_whole) for batch in whole]
         counts = [sum(of_batches) for of_batches in zip(*map(self._objective.all_counts, batches), strict=True)]
-        counts += source_tokens(self._dataset, parts, map(self._objective.trained_tokens, batches))
+        counts += source_tokens(self._dataset, own_samples, map(self._objective.trained_tokens, batches))
         if self._keeps_whole:  # each rank that divides the sequences has counted all of them
             counts = [count / context.num_context_ranks for count in counts]
         with self._on_copy_stream():
             on_device = [to_device(batch, context.device) for batch in batches]
-            return StepBatches(samples, parts, on_device, copy_to(context.device, torch.tensor(counts).double()))
+            return StepBatches(samples, own_samples, on_device, copy_to(context.device, torch.tensor(counts).double()))
 
     @contextmanager
     def _on_copy_stream(self) -> Iterator[None]:
@@ -169,7 +169,7 @@ def own_part(batch: Batch, ranks: ContextRanks | None, *, keeps_whole: bool = Fa
         return PartBatch(part.inputs, part.labels, sequence=part.sequence)
     token_positions = ranks.own_tokens(part.sequence.length)
     whole = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return DividedBatch(**whole, own=part, token_positions=token_positions)
+    return WholeAndPartBatch(**whole, own=part, token_positions=token_positions)
 
 
 def micro_batches(samples: Ints, micro_batch_size: int, rank: int, num_ranks: int) -> Ints:
@@ -238,7 +238,7 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     values = to_tensors(batch.token_values)
     sequence = batch.sequence.map(partial(copy_to, device)) if isinstance(batch, PartBatch) else None
     own, packed = None, None
-    if isinstance(batch, DividedBatch):
+    if isinstance(batch, WholeAndPartBatch):
         token_positions = torch.from_numpy(batch.token_positions)
         own_positions, label_indices = own_label_positions(labels, token_positions)
         own = OwnPart(

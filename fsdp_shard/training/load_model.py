@@ -215,7 +215,7 @@ def unfilled_model(
         )  # fmt: skip
         yield UnfilledModel(
             module=model, index=index, names=names, quantized=quantized, resume_from=resume_from, context=context,
-            largest_block_bytes=max(block.num_bytes for block in no_split_blocks(model, shard.blocks)),
+            largest_block_bytes=max(block.num_bytes for block in no_split_blocks(model, shard.blocks)),  # with adapter
             described=described, head=head, earlier=earlier, before_bytes=resident_bytes(), computed=matched.computed,
         )  # fmt: skip
 
@@ -253,7 +253,7 @@ def load_sharded(
     seed: int = 0,
     resume_from: Path | None = None,
 ) -> LoadedModel:
-    """Build a model, shard it, and read each rank's shards from the files, as `finetune` does; a collective.
+    """Build a model, shard it, and read each rank's shards from the files; a collective. For tests and benchmarks.
 
     The arguments and errors are those of `unfilled_model`; `seed` is that of a new adapter's weights. Without `adapter`
     all parameters are trained.

@@ -1,4 +1,4 @@
-"""The training loop: a generator that yields a report for each step, an update of the weights from one global batch.
+"""The training loop: a generator of one report per step. A step updates the weights from one global batch.
 
 The caller saves, logs, evaluates and stops early between reports. Nothing here reads a file or the environment. Every
 rank makes the same calls in the same order: values known to one rank only (its tokens, its loss, a signal that it
@@ -159,8 +159,8 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
         A report of each step, as soon as the step is done.
 
     Raises:
-        ConfigError: The run has a custom loss or metrics, and an objective with its own; or one of its functions is
-            none, or returns something else than it should.
+        ConfigError: The run has a custom loss or metrics, and an objective with its own; or one of `run.functions`
+            cannot be called, or returns a wrong value.
         LossError: On all ranks, with the weights of the previous step: the loss or the gradients are not finite, and
             `config.non_finite` does not allow skipping the step.
 
@@ -171,8 +171,8 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
     run.functions.check()
     if not run.objective.is_cross_entropy and (run.functions.loss or run.functions.metrics):
         raise ConfigError(
-            f"run.functions has a loss or metrics for objective=sft, and objective={run.objective.name} has its own, "
-            f"which would be the only ones; remove them, or change the objective's file."
+            f"objective={run.objective.name} computes its own loss and metrics, so those of run.functions, which are "
+            f"for objective=sft, would be ignored; remove them, or change the objective's file."
         )
     run.model.module.train()
     run.dataset.load_state_dict(run.state.dataset_state)
@@ -210,8 +210,8 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     seed_all(derived_seed(state.seed, state.step, context.seed_rank))
     batches = loader.next(state.num_samples, is_last=state.step + 1 >= config.num_steps)
     context.all_reduce_(batches.counts)
-    run.optimizer.zero_grad()
-    term_counts, counts = batches.counts.tensor_split([run.objective.num_terms])
+    run.optimizer.zero_grad()  # of backward passes that the caller made
+    term_counts, token_counts = batches.counts.tensor_split([run.objective.num_terms])
     # Tensor-parallel ranks count the same samples, so (counts / tensor ranks) / data ranks is counts / all ranks.
     # Context-parallel ranks count their own parts, or parts of all.
     # Without any prediction the loss is 0, not NaN.
@@ -220,7 +220,7 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     losses = _accumulate(run, batches, divisors, sums)
     own_loss = sums.rescale_gradients(run.model.module, sum(losses[1:], losses[0]), divisors[0])
     norm = run.model.clip_grad_norm_(math.inf if config.max_grad_norm is None else config.max_grad_norm)
-    totals = _read_totals(run, own_loss, norm, torch.cat([counts, sums.metrics()]), loader.seconds_waited)
+    totals = _read_totals(run, own_loss, norm, torch.cat([token_counts, sums.metrics()]), loader.seconds_waited)
     fault = _update(run, batches, losses, totals)
     by_name = dict(zip(run.dataset.source_names, totals.source_tokens, strict=True))
     state.advance(len(batches.samples), totals.num_tokens, by_name, skipped=bool(fault))
@@ -268,7 +268,8 @@ def _update(run: TrainingRun, batches: StepBatches, losses: Sequence[torch.Tenso
 
 def _describe_non_finite(run: TrainingRun, batches: StepBatches, losses: Sequence[torch.Tensor]) -> str:
     """Find where a step is not finite: in the loss of some samples, or only in the gradients; a collective."""
-    bad = [int(i) for part, loss in zip(batches.parts, losses, strict=True) if not math.isfinite(loss) for i in part]
+    own = zip(batches.own_samples, losses, strict=True)
+    bad = [int(i) for positions, loss in own if not math.isfinite(loss) for i in positions]
     in_loss = [position for rank in run.context.all_gather_object(bad) for position in rank]
     named = run.dataset.describe(in_loss or batches.samples)
     return f"loss of samples {named}" if in_loss else f"gradients only, samples {named}"
@@ -283,7 +284,7 @@ def _set_learning_rate(run: TrainingRun) -> float:
         ConfigError: Something else has set a rate since the last step, which would have no effect.
     """
     groups = run.optimizer.param_groups
-    for group, rate in zip(groups, run._rates, strict=False):
+    for group, rate in zip(groups, run._rates, strict=False):  # no rates before the first step
         if group["lr"] != rate:
             raise ConfigError(
                 f"The learning rate of {type(run.optimizer).__name__} was set to {float(group['lr']):g} after step "
@@ -302,14 +303,14 @@ def _accumulate(run: TrainingRun, batches: StepBatches, divisors: torch.Tensor, 
     """Accumulate the gradients of the micro-batches; returns their parts of the loss, scalars on the device."""
     losses, model, objective, reference = [], run.model, run.objective, run.reference
     shared = objective.prepare(model, batches.micro_batches, reference, run.context)
+    # Each context-parallel rank has the whole loss, but only the gradient of its own tokens.
+    num_copies = run.context.num_context_ranks if objective.compares_whole_sequences else 1
     for number, batch in enumerate(batches.micro_batches, start=1):
         is_synced = run.sync_every_micro_batch or number == len(batches.micro_batches)
         with nullcontext() if is_synced else model.no_sync():
             loss = objective.terms(ForwardPass(model, batch, divisors, sums, reference, shared)).sum()
             with quiet_pass():
                 loss.backward()
-        # Each context-parallel rank has the whole loss, but only the gradient of its own tokens.
-        num_copies = run.context.num_context_ranks if objective.compares_whole_sequences else 1
         losses.append(loss.detach() / num_copies)
         del loss  # and all that its graph refers to, such as a teacher's tokens, before the next forward pass
     return losses
@@ -330,7 +331,7 @@ class _Totals:
 
 
 def _read_totals(
-    run: TrainingRun, loss: torch.Tensor, grad_norm: torch.Tensor, counts: torch.Tensor, waited: float
+    run: TrainingRun, loss: torch.Tensor, grad_norm: torch.Tensor, reduced: torch.Tensor, waited: float
 ) -> _Totals:
     """Reduce each rank's figures on the device and read them: the only point at which this loop waits for a GPU.
 
@@ -340,21 +341,21 @@ def _read_totals(
         run: The run.
         loss: This rank's part of the loss, a scalar.
         grad_norm: Norm of the gradients, a scalar.
-        counts: Predictions of all ranks, predictions of each source of a mixture, and sums of metrics, float64.
+        reduced: Sums over all ranks: predictions, those of each source of a mixture, and metrics, float64.
         waited: Seconds that this rank waited for its samples.
     """
     context = run.context
     on_host = [waited, float(device_peak_bytes(context.device.type)), float(run.stop.number)]
-    known = copy_to(context.device, torch.tensor(on_host, dtype=torch.float64))
-    sums = torch.stack([loss.double(), grad_norm.to(context.device, torch.float64, non_blocking=True), known[0]])
-    highest = known[1:]
-    own_norm = sums[1:2].clone()
+    on_device = copy_to(context.device, torch.tensor(on_host, dtype=torch.float64))
+    sums = torch.stack([loss.double(), grad_norm.to(context.device, torch.float64, non_blocking=True), on_device[0]])
+    highest = on_device[1:]
+    own_norm = sums[1:2].clone()  # the sum, which replaces it, only shows whether a rank's norm is not finite
     context.all_reduce_(sums)
     context.all_reduce_(highest, "max")
-    # Loss, norm and wait (sums), memory and signal (maxima), this rank's norm, and the counts, as many as there are.
-    read = torch.cat([sums, highest, own_norm, counts]).tolist()
-    total_loss, total_norm, all_waited, memory_bytes, stop_signal, norm, *all_counts = read
-    num_tokens, *others = (count / context.num_tensor_ranks for count in all_counts)
+    # Loss, norm and wait (sums), memory and signal (maxima), this rank's norm, and what was reduced before.
+    read = torch.cat([sums, highest, own_norm, reduced]).tolist()
+    total_loss, total_norm, all_waited, memory_bytes, stop_signal, norm, *others = read
+    num_tokens, *others = (value / context.num_tensor_ranks for value in others)
     num_sources = len(run.dataset.source_names)
     return _Totals(
         loss=total_loss / context.world_size,

@@ -90,26 +90,26 @@ def start_run(config: FinetuneSettings) -> Iterator[RunStart]:
         check_same_settings(context, config)
         packing, streaming, on_gpu = config.data.packing, config.data.streaming, context.device.type == "cuda"
         check_combination(config, context.world_size, on_gpu=on_gpu, is_packed=packing, is_streamed=streaming)
-        with run_lock(_shared_run_dir(config, context), context) as lock, StopSignal() as stop:
+        _share_run_dir(config, context)
+        with run_lock(config.run_dir, context) as lock, StopSignal() as stop:
             if context.device.type == "cpu":
                 keep_freed_memory()  # a tenth of a step's time
             reset_device_peak(context.device.type)  # of an earlier run of this process
             yield _find_start(config, context, stop, lock)
 
 
-def _shared_run_dir(config: FinetuneSettings, context: DistributedContext) -> str:
-    """Set `run_dir` to that of rank 0, as one that is named by date differs; a collective."""
+def _share_run_dir(config: FinetuneSettings, context: DistributedContext) -> None:
+    """Set `run_dir` to that of rank 0, as one that is named by date differs between ranks; a collective."""
     config.run_dir = run_on_main(context, lambda: config.run_dir)
-    return config.run_dir
 
 
 def _find_start(config: FinetuneSettings, context: DistributedContext, stop: StopSignal, lock: RunLock) -> RunStart:
     """Find the step to resume from and verify it; a collective."""
     remote, trust = config.checkpoint.remote, config.model.trust_remote_code
     # Rank 0 may download a step. Without a remote store nothing takes long, and no other group is needed.
-    waiting = context.with_new_group(LONGEST_TIMEOUT_SECONDS) if remote else context
+    patient_context = context.with_new_group(LONGEST_TIMEOUT_SECONDS) if remote else context
     resume_from = run_on_main(
-        waiting, lambda: resume.find_step(config.resume, config.run_dir, remote, is_restart=is_restarted())
+        patient_context, lambda: resume.find_step(config.resume, config.run_dir, remote, is_restart=is_restarted())
     )
     note = run_on_main(context, lambda: check_base_model(config, resume_from))
     source = model_source(config, resume_from)
@@ -167,7 +167,8 @@ def build_unfilled(config: FinetuneSettings, start: RunStart) -> AbstractContext
     Example:
         >>> with fs.build_unfilled(config, start) as unfilled:  # doctest: +SKIP
         ...     unfilled.module.model.embed_tokens.requires_grad_(False)
-        ...     loaded = unfilled.load(fs.shard(unfilled.module, start.context), config.seed)
+        ...     sharded = config.shard.shard(unfilled.module, start.context)
+        ...     loaded = unfilled.load(sharded, config.seed)
     """
     return unfilled_model(
         config.model,
@@ -204,9 +205,9 @@ def open_run(
         >>> run.functions.loss = my_loss  # doctest: +SKIP
     """
     context, adapter = start.context, loaded.adapter
-    check_steps(optimizer)
+    check_steps(optimizer)  # before its state is restored
     check_rates(optimizer, has_rates=adapter is not None and adapter.lora_plus is not None)
-    state = run_on_main(context, lambda: _open_trainer(config, start, dataset))
+    state = run_on_main(context, lambda: _initial_state(config, start, dataset))
     if start.resume_from is not None:
         resume.restore_optimizer(optimizer, loaded, start.resume_from, context)
     elif adapter is not None and adapter.eva:
@@ -231,9 +232,9 @@ def open_run(
     )
 
 
-def _open_trainer(config: FinetuneSettings, start: RunStart, dataset: Dataset) -> TrainerState:
+def _initial_state(config: FinetuneSettings, start: RunStart, dataset: Dataset) -> TrainerState:
     """Return the training progress of the run, with the settings that a resume changes."""
-    state = resume.open_trainer(start.resume_from, config, dataset.identity)
+    state = resume.initial_state(start.resume_from, config, dataset.identity)
     if start.resume_from is not None:
         state.record_resume(changed_values(config, start.resume_from))
     return state

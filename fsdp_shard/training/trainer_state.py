@@ -234,5 +234,5 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def is_due(step: int, every: int, num_steps: int) -> bool:
-    """Whether an action due every `every` steps (0: never) and after the last step is due after `step`."""
+    """Whether an action is due after `step`: every `every` steps (0: none in between), and after the last step."""
     return step == num_steps or (every > 0 and step % every == 0)

@@ -40,11 +40,11 @@ def test_a_file_that_was_cut_short_is_gone_on_with(tmp_path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:-5])
     again = CompletionsFile(path, MADE_OF)
-    assert (again.num_rows, again.num_new_tokens) == (1, 2)
+    assert (again.num_rows_before, again.num_new_tokens) == (1, 2)
     list(again.append(iter(ROWS[1:])))
     assert again.num_new_tokens == 3
     assert path.read_bytes() == whole
-    assert CompletionsFile(path, MADE_OF).num_rows == 2
+    assert CompletionsFile(path, MADE_OF).num_rows_before == 2
 
 
 def test_a_row_that_is_no_completion(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from fsdp_shard.errors import ConfigError, PlanError, RunError
 from fsdp_shard.inference import available_memory
+from fsdp_shard.inference.batch_schedule import Schedule, plan_schedule, stream_of
 from fsdp_shard.inference.config import DispatchConfig
 from fsdp_shard.inference.dispatch import load_dispatched
 from fsdp_shard.inference.offload.hidden_state_file import HiddenStateFile
 from fsdp_shard.inference.offload.layer_major import run_wave
-from fsdp_shard.inference.schedule import Schedule, plan_schedule, stream_of
 from fsdp_shard.models import no_split_blocks
 from fsdp_shard.utils import check
 from tests.inference.families import inputs, random_model, settings

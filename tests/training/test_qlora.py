@@ -54,8 +54,8 @@ def test_what_is_trained_whole_stays_whole() -> None:
 
 def test_only_fsdp1_gathers_them_apart() -> None:
     model, _, _ = quantized()
-    assert not any(unit.is_bytes for unit in plan_units(model, Fsdp2Config()))
-    apart = [unit for unit in plan_units(model, Fsdp1Config()) if unit.is_bytes]
+    assert not any(unit.is_quantized for unit in plan_units(model, Fsdp2Config()))
+    apart = [unit for unit in plan_units(model, Fsdp1Config()) if unit.is_quantized]
     assert [unit.cls for unit in apart] == ["QuantizedWeight"] * 14
     assert {unit.dtype for unit in apart} == {"float32"}
 

@@ -45,7 +45,9 @@ def test_ranks_wait_for_one_that_downloads_a_step(
 
 def _run_dirs(context: DistributedContext) -> tuple[str, str]:
     config = FinetuneConfig()
-    return config.run_dir, run_setup._shared_run_dir(config, context)
+    own = config.run_dir
+    run_setup._share_run_dir(config, context)
+    return own, config.run_dir
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import Header, TensorSpec, has_file, itemsize, member, read_header
 from fsdp_shard.checkpoint.steps import file_plan
 from fsdp_shard.checkpoint.steps.file_plan import FilePlan, ShardInfo, TargetPlan, WriteRequest, parse_shard_name
-from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, RankReport, build_shard_index, read_shard_index
+from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, RankFileSummary, build_shard_index, read_shard_index
 from fsdp_shard.checkpoint.tensor_entry import Piece, checked_entry
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import format_count
@@ -83,7 +83,7 @@ def plan(specs: Sequence[TensorSpec], request: WriteRequest) -> TargetPlan:
 
     def plan_file(rank: int, pieces: Sequence[tuple[TensorSpec, int, int]]) -> FilePlan:
         file = file_plan.plan_sharded(pieces, rank, ranks, step=request.step, save=save, aliases=request.aliases)
-        reports.append(RankReport.of(file, pieces))
+        reports.append(RankFileSummary.of(file, pieces))
         return file
 
     files, extents = plan_ranks(specs, ranks, plan_file)

@@ -17,7 +17,7 @@ from fsdp_shard.checkpoint.io import fault_point
 from fsdp_shard.checkpoint.sharded_state import write_plan, write_shards
 from fsdp_shard.checkpoint.steps.file_plan import SINGLE_FILE
 from fsdp_shard.checkpoint.steps.manifest import Manifest, TensorRecord
-from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, RankReport, build_shard_index
+from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, RankFileSummary, build_shard_index
 from fsdp_shard.checkpoint.steps.step_store import AVERAGE, OPTIMIZER, StepStore
 from fsdp_shard.distributed import Communicator, LocalShard, run_on_all, run_on_main
 from fsdp_shard.errors import FsdpShardError
@@ -35,7 +35,7 @@ class PlannedRank(NamedTuple):
     """What one rank is about to write: its bytes, and its report of each rank file by folder, "" for the weights."""
 
     num_bytes: int
-    reports: dict[str, RankReport]
+    reports: dict[str, RankFileSummary]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from fsdp_shard.checkpoint import tensor_slices
 from fsdp_shard.checkpoint.io import TensorSpec, find_torch_name
 from fsdp_shard.checkpoint.steps.file_plan import INDEX_FILE, SINGLE_FILE, FilePlan, plan_gathered, plan_sharded
-from fsdp_shard.checkpoint.steps.shard_index import RankReport
+from fsdp_shard.checkpoint.steps.shard_index import RankFileSummary
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import SaveError
 
@@ -42,7 +42,7 @@ class WritePlan:
     offsets: dict[str, tuple[str, int]]
     small_files: dict[str, bytes] = field(default_factory=dict)
     scatters: bool = False
-    report: RankReport | None = None
+    report: RankFileSummary | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -102,7 +102,7 @@ def plan_sharded_writes(shards: Mapping[str, LocalShard], target: Target) -> Wri
         boxes=boxes,
     )
     offsets = {name: (file.name, offset) for name, offset in file.tensors.items()}
-    return WritePlan([file], offsets, report=RankReport.of(file, pieces, boxes))
+    return WritePlan([file], offsets, report=RankFileSummary.of(file, pieces, boxes))
 
 
 def plan_folder_writes(folder: str, shards: Mapping[str, LocalShard], target: Target) -> WritePlan:

@@ -20,7 +20,7 @@ from fsdp_shard.checkpoint.piece_reader import tensor_bytes
 from fsdp_shard.checkpoint.sharded_state.write_plan import WritePlan, spec_of
 from fsdp_shard.checkpoint.steps.file_plan import FilePlan
 from fsdp_shard.checkpoint.steps.manifest import FileRecord
-from fsdp_shard.checkpoint.steps.shard_index import RankReport
+from fsdp_shard.checkpoint.steps.shard_index import RankFileSummary
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError, StorageError
@@ -52,7 +52,7 @@ class RankPlans(NamedTuple):
         return sum(plan.num_bytes for plan in self.all)
 
     @property
-    def reports(self) -> dict[str, RankReport]:
+    def reports(self) -> dict[str, RankFileSummary]:
         """This rank's report of each rank file for the index of its folder; the folder of the weights is ""."""
         plans = {"": self.weights, **self.folders}
         return {folder: plan.report for folder, plan in plans.items() if plan.report is not None}

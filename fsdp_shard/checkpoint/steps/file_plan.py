@@ -55,7 +55,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """The data to write; each format uses the fields that apply, and `ConvertSettings.check` rejects the others.
+    """The options of a writer; each format uses those that apply, and `ConvertSettings.check` rejects the others.
 
     `ranks` is None if the user gave no number. `nest` holds the keys under which tensors are nested (`app.model`).
     `source_offsets` holds the offset in the source file of each tensor that is copied unchanged (see `build_header`).
@@ -140,6 +140,7 @@ def _split(specs: Sequence[TensorSpec], max_shard_bytes: int | None) -> list[lis
 
 def _entry_bytes(spec: TensorSpec) -> int:
     """An upper bound for the bytes of a tensor's header entry."""
+    # 22: a dimension of 20 digits and its separator; 96: the keys, the dtype and two offsets.
     return len(json.dumps(spec.name, ensure_ascii=False).encode()) + 22 * len(spec.shape) + 96
 
 
@@ -189,8 +190,8 @@ def plan_sharded(
         ranges[spec.name] = range_entry(spec.shape, start, None if box is None else box[0])
     document = shard_document(rank, world_size, step, save, aliases, ranges)
     metadata = {"format": "pt", SHARD_KEY: json.dumps(document, separators=(",", ":"), ensure_ascii=False)}
-    # Tensors of complete pages come first, so that they begin at a page boundary and the parts of all ranks can be
-    # mapped.
+    # Within each dtype, by which `_plan_file` sorts, tensors of complete pages come first: those of the widest dtype
+    # begin at a page boundary, and the parts of all ranks can be mapped.
     specs.sort(key=lambda spec: spec.num_bytes % PAGE_BYTES != 0)
     return _plan_file(shard_name(rank, world_size), specs, metadata, {})
 
@@ -211,7 +212,7 @@ def shard_document(
 
 
 def range_entry(shape: Sequence[int], start: int, offsets: Sequence[int] | None = None) -> dict[str, Any]:
-    """A tensor in this entry: its full shape, the first flat element in the file, and the offsets of a box."""
+    """The entry of a tensor in `shard_document`: full shape, first flat element in the file, offsets of a box."""
     entry: dict[str, Any] = {"shape": list(shape), "start": start}
     return entry if offsets is None else {**entry, "offsets": list(offsets)}
 

@@ -133,7 +133,8 @@ def read_manifest(root: Path) -> Manifest | None:
 def read_manifest_of_folder(folder: Path) -> Manifest | None:
     """The part of a step's manifest about a folder of the step, such as ema/; None if it lists nothing there.
 
-    Files keep their names in the step, with digests of all of their bytes; tensors are only those of the weights.
+    File names stay relative to the step, and digests are of whole files. Records of tensors and aliases are left out,
+    as they describe the step's weights.
 
     Raises:
         CheckpointError: The manifest is damaged.

@@ -44,7 +44,7 @@ def retry_if_deleted(find: Callable[[], S], read: Callable[[S], R]) -> R:
         gone = source.weights
         try:
             source = find()
-        except InputError:
+        except InputError:  # there is no other source; if this one is back, it is read again
             refuse_deleted(gone)
         if not source.weights.exists():
             refuse_deleted(gone)

@@ -2,8 +2,8 @@
 
 The headers of a thousand files say the same thing a thousand times. Tensors of one shape are divided in one way
 (`divisions`), and files of one layout have their tensors at the same offsets behind their headers (`layouts`), so that
-the index of 740,000 pieces takes some 300 KB. It ends with the digest of what is before it, and has that of each
-header: who opens a rank file compares it. `verify` compares all of it with the headers.
+the index of 740,000 pieces takes some 300 KB. It ends with the digest of all bytes before it, and lists the digest of
+each header, which a reader compares when it opens that rank file. `verify` compares the whole index with the headers.
 """
 
 import json
@@ -35,11 +35,11 @@ _BOX_BYTES, _MEMORY_BYTES, _MEMORY_PER_BYTE = 16, 64 << 20, 40
 
 
 @dataclass(frozen=True)
-class RankReport:
+class RankFileSummary:
     """One rank's description of its file for the rank that writes the index, small enough to send.
 
     Attributes:
-        header: What the header of the file is.
+        header: Size of the file, and size and digest of its header.
         content: Name, dtype, number of the part, and offset behind the header of each tensor in the file. Most ranks
             say the same here, which is then read once for all of them.
         parts: Full shape, and first flat element and number of elements, or offsets and shape of a box.
@@ -52,8 +52,8 @@ class RankReport:
     @classmethod
     def of(
         cls, file: FilePlan, pieces: Sequence[tuple[TensorSpec, int, int]], boxes: Mapping[str, Box] | None = None
-    ) -> "RankReport":
-        """The report on the file that `plan_sharded` has planned for these pieces."""
+    ) -> "RankFileSummary":
+        """The summary of the file that `plan_sharded` has planned for these pieces."""
         header = file.header
         numbers: dict[tuple[Any, ...], int] = {}
         tensors = []
@@ -68,22 +68,25 @@ class RankReport:
         return cls(FileHeader(file.num_bytes, len(header), digest), content, parts)
 
 
-def build_shard_index(reports: Sequence[RankReport], step: int | None, save: str, aliases: Mapping[str, str]) -> bytes:
+def build_shard_index(
+    reports: Sequence[RankFileSummary], step: int | None, save: str, aliases: Mapping[str, str]
+) -> bytes:
     """The content of the index of the files that the ranks report, in the order of ranks.
 
     The work grows with the ranks and with the tensors, not with the pieces, if most ranks have the same content.
     """
-    contents = {content: at for at, content in enumerate(dict.fromkeys(report.content for report in reports))}
+    unique = dict.fromkeys(report.content for report in reports)
+    contents = {content: content_number for content_number, content in enumerate(unique)}
     dtypes: dict[str, str] = {}
     parts_of: dict[str, list[tuple[int, int]]] = {}  # of each tensor: (number of the content, number of the part)
     offsets: list[tuple[tuple[int, int], ...]] = []
-    for content, at in contents.items():
+    for content, content_number in contents.items():
         held = json.loads(zlib.decompress(content))
         for name, dtype, part, _ in held:
             assert dtypes.setdefault(name, dtype) == dtype, f"ranks disagree on {name}"
-            parts_of.setdefault(name, []).append((at, part))
-        number = {name: at for at, name in enumerate(parts_of)}
-        offsets.append(tuple((number[name], offset) for name, *_, offset in held))
+            parts_of.setdefault(name, []).append((content_number, part))
+        tensor_numbers = {name: number for number, name in enumerate(parts_of)}
+        offsets.append(tuple((tensor_numbers[name], offset) for name, *_, offset in held))
     texts: dict[tuple[tuple[int, int], ...], str] = {}
     divisions: dict[str, int] = {}
     tensors = {}
@@ -107,9 +110,9 @@ def build_shard_index(reports: Sequence[RankReport], step: int | None, save: str
 
 
 def _division_text(
-    name: str, part_of: Mapping[int, int], contents: Mapping[bytes, int], reports: Sequence[RankReport]
+    name: str, part_of: Mapping[int, int], contents: Mapping[bytes, int], reports: Sequence[RankFileSummary]
 ) -> str:
-    """The division of a tensor, of which a rank has the part `part_of` the number of its content."""
+    """The JSON of a tensor's division; `part_of` maps a content number to the part that ranks with it have."""
     shapes, held = [], []
     for rank, report in enumerate(reports):
         number = part_of.get(contents[report.content])
@@ -127,7 +130,7 @@ def _division_text(
 class ShardIndex:
     """A checked index: the tensors with their pieces, the headers that the files must have, and what made them.
 
-    `divisions` has how each tensor is divided, in their order, `files` where the ranks have them.
+    `divisions` holds the division of each tensor, in the order of `tensors`; `files` locates the tensors in the files.
     """
 
     step: int | None
@@ -192,19 +195,20 @@ class _Checker:
         refuse_excess(len(document["tensors"]), "tensors", "an index of rank files has too many tensors")
         divisions = self._divisions(len(headers))
         specs = [
-            (name, _dtype(dtype), divisions[_counts([at])[0]]) for name, (dtype, at) in document["tensors"].items()
+            (name, _dtype(dtype), divisions[_counts([division_number])[0]])
+            for name, (dtype, division_number) in document["tensors"].items()
         ]
         layouts = [dict(_pairs(layout)) for layout in document["layouts"]]
         files = RankFiles(list(headers), [header.header_bytes for header in headers.values()], layout_of, layouts)
         self._check_layouts(specs, divisions, files, list(headers.values()))
         tensors = {
-            name: TensorEntry(name, dtype, of.shape, PieceTable(of, files, at, itemsize(dtype)))
-            for at, (name, dtype, of) in enumerate(specs)
+            name: TensorEntry(name, dtype, division.shape, PieceTable(division, files, number, itemsize(dtype)))
+            for number, (name, dtype, division) in enumerate(specs)
         }
         for alias, kept in aliases.items():
             if _text(kept) not in tensors:
                 raise _Wrong(f"ties tensor {alias} to {kept[:200]}, which no file holds")
-        return ShardIndex(step, save, aliases, tensors, headers, [of for *_, of in specs], files)
+        return ShardIndex(step, save, aliases, tensors, headers, [division for *_, division in specs], files)
 
     def _files(self) -> tuple[dict[str, FileHeader], list[int]]:
         rows = self._document["files"]
@@ -246,24 +250,25 @@ class _Checker:
         """Check that the tensors of each file follow each other from the end of its header to its end."""
         num_files = Counter(files.layout_of)
         counts = {id(division): _counts_by_layout(division, files.layout_of, num_files) for division in divisions}
-        num_listed = Counter(at for layout in files.layouts for at in layout)
-        for at, (name, _, division) in enumerate(specs):
-            if num_listed[at] != len(counts[id(division)]):
+        num_listed = Counter(number for layout in files.layouts for number in layout)
+        for number, (name, _, division) in enumerate(specs):
+            if num_listed[number] != len(counts[id(division)]):
                 raise _Wrong(f"has tensor {name[:200]} in other files than those that hold its elements")
         ends = []
-        for number, layout in enumerate(files.layouts):
+        for layout_number, layout in enumerate(files.layouts):
             position = 0
             # Tensors without elements begin where others do.
             sizes = [
-                (offset, counts[id(specs[at][2])][number] * itemsize(specs[at][1])) for at, offset in layout.items()
+                (offset, counts[id(specs[number][2])][layout_number] * itemsize(specs[number][1]))
+                for number, offset in layout.items()
             ]
             for offset, size in sorted(sizes):
                 if offset != position:
                     raise _Wrong("has tensors in a file that overlap, or leave a gap")
                 position += size
             ends.append(position)
-        for name, of, header in zip(files.names, files.layout_of, headers, strict=True):
-            if header.header_bytes + ends[of] != header.num_bytes:
+        for name, layout_number, header in zip(files.names, files.layout_of, headers, strict=True):
+            if header.header_bytes + ends[layout_number] != header.num_bytes:
                 raise _Wrong(f"says that {name} has {header.num_bytes} bytes, but its tensors end elsewhere")
 
 
@@ -296,9 +301,9 @@ def _held(values: Any) -> Held:
 
 
 def _pairs(values: Any) -> list[tuple[int, int]]:
-    pairs = [(at, offset) for at, offset in values]
+    pairs = [(number, offset) for number, offset in values]
     _counts([number for pair in pairs for number in pair])
-    if len({at for at, _ in pairs}) != len(pairs):
+    if len({number for number, _ in pairs}) != len(pairs):
         raise _Wrong("has a tensor twice in a file")
     return pairs
 

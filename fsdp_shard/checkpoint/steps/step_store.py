@@ -1,7 +1,7 @@
-"""The step directories of a run: finding complete steps and the latest one, and committing new ones. Imports no torch.
+"""The step directories of a run: finding committed steps and the latest one, and committing new ones. Imports no torch.
 
 Only rank 0 calls `begin`, `commit` and `prune`; each writer syncs its own files before `commit`. A step directory is
-complete or absent: one rename gives it its name after everything in it is on disk.
+committed or absent: one rename gives it its name after everything in it is on disk.
 """
 
 import dataclasses
@@ -223,16 +223,17 @@ class StepStore:
         committed step with weights, and files that `clean_leftovers` recognizes as leftovers.
         """
         steps = self.complete_steps()
-        heavy = [step for step in steps[: max(len(steps) - keep_last, 0)] if (self.path(step) / OPTIMIZER).is_dir()]
-        for step in heavy:
+        older = steps[: max(len(steps) - keep_last, 0)]
+        with_optimizer = [step for step in older if (self.path(step) / OPTIMIZER).is_dir()]
+        for step in with_optimizer:
             manifest = read_manifest(self.path(step))
             assert manifest is not None, "a complete step has one"
             kept = {name: record for name, record in manifest.files.items() if not _is_optimizer_file(name)}
-            weights = dataclasses.replace(manifest, files=kept)
-            write_atomically(self.path(step) / MANIFEST, weights.to_json(), sync=True)
+            slimmed = dataclasses.replace(manifest, files=kept)
+            write_atomically(self.path(step) / MANIFEST, slimmed.to_json(), sync=True)
             fault_point("slimmed")
             _remove_optimizer(self.path(step))
-        return heavy
+        return with_optimizer
 
     def recover(self) -> int | None:
         """Undo what interrupted saves and deletions left, before a run writes; return the latest step, None if none."""

@@ -27,7 +27,7 @@ class CompletionsFile:
 
     Attributes:
         path: The file.
-        num_rows: Complete rows that it holds already.
+        num_rows_before: Complete rows that it held when it was opened.
         num_new_tokens: New tokens of all rows, including those appended so far.
 
     Raises:
@@ -43,7 +43,7 @@ class CompletionsFile:
         self._settings_path = path.with_name(f".{path.name}.settings")
         self._settings = json.dumps(inputs, indent=1, sort_keys=True) + "\n"
         lines = self._read_lines() if path.exists() else []
-        self.num_rows, self._num_bytes = len(lines), sum(map(len, lines))
+        self.num_rows_before, self._num_bytes = len(lines), sum(map(len, lines))
         self.num_new_tokens = sum(self._num_tokens(number, line) for number, line in enumerate(lines, start=1))
 
     def append(self, completions: Iterable[Completion]) -> Iterator[Completion]:

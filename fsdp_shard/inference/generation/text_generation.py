@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_shard.data import with_chat_template
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.inference.config import GenerateSettings
-from fsdp_shard.inference.dispatch import Log, dispatch_model, with_adapters
+from fsdp_shard.inference.dispatch import Log, dispatch_model, reserve_adapter_memory
 from fsdp_shard.inference.generation import batching, chat_session, kv_cache_size, prompts as prompt_files
 from fsdp_shard.inference.generation.completions_file import CompletionsFile, open_completions
 from fsdp_shard.inference.generation.decoder import Decoder, DecodingFigures
@@ -72,8 +72,8 @@ def complete_prompts(
         result = {"num_prompts": len(prompts), "output": str(file.path) if file else ""}
 
     figures, peak_bytes = _total(decoder.figures, context), peak_resident_bytes()
-    num_tokens, num_done = (file.num_new_tokens, file.num_rows) if file else (figures.num_new_tokens, 0)
-    now = f" ({len(prompts) - num_done} by this run)" if num_done else ""
+    num_tokens, num_before = (file.num_new_tokens, file.num_rows_before) if file else (figures.num_new_tokens, 0)
+    now = f" ({len(prompts) - num_before} by this run)" if num_before else ""
     done = f"{format_count(result['num_prompts'], 'completion')}{now}, {format_count(num_tokens, 'new token')}"
     log(f"\n{done}; {_describe(figures, load_seconds, peak_bytes)}")
     result |= {"num_new_tokens": num_tokens} | {name: getattr(figures, name) for name in _FIGURES}
@@ -105,7 +105,7 @@ def _load(
     source, adapters, dispatch = settings.source, settings.adapter_sources, settings.dispatch
     if not adapters:
         return dispatch_model(source, config, dispatch, budget, log=log, context=context)
-    dispatch = with_adapters(dispatch, source, adapters)
+    dispatch = reserve_adapter_memory(dispatch, source, adapters)
     model = dispatch_model(source, config, dispatch, budget, log=log, context=context)
     add_adapters(model, adapters, source)
     use_adapter(model, settings.default_adapter)
@@ -122,22 +122,22 @@ def _complete(
     context: DistributedContext | None,
 ) -> None:
     """Complete the prompts into `file`, which only rank 0 may have, and print the first completions there."""
-    num_done = file.num_rows if file else 0
-    if num_done:
+    num_before = file.num_rows_before if file else 0
+    if num_before:
         print(
-            f"{num_done} of {format_count(len(prompts), 'completion')} exist already; resuming after them", flush=True
+            f"{num_before} of {format_count(len(prompts), 'completion')} exist already; resuming after them", flush=True
         )
     is_main = context is None or context.is_main
     on_text = _write if is_main and len(prompts) == 1 else None  # a single completion is shown as it is generated
     if on_text:
         print(f"\n> {prompts[0].text}", flush=True)
     completions = batching.complete(
-        decoder, prompts, encoded, seed=seed, num_done=num_done, context=context, on_text=on_text
+        decoder, prompts, encoded, seed=seed, num_done=num_before, context=context, on_text=on_text
     )
     if not is_main:
         deque(completions, maxlen=0)  # other ranks complete their part, but receive no results
         return
-    with report_progress(len(prompts) - num_done, "generate", "completions") as count:
+    with report_progress(len(prompts) - num_before, "generate", "completions") as count:
         for number, completion in enumerate(file.append(completions) if file else completions):
             if not on_text and (text := prompt_files.format_completion(completion, number)):
                 print(text, flush=True)

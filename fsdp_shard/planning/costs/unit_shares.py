@@ -41,7 +41,7 @@ def unit_shares(facts: ModelFacts, run: PlannedRun) -> Iterator[UnitShare]:
     for unit, has_backward in zip(units, _have_backward(facts, run, units), strict=True):
         parts: dict[str, list[str]] = {"": []}
         for name in unit.parameters:
-            is_divided = run.shard.expert_parallel > 1 and facts.expert_plan.get(name) == sharding.CUT_BY_EXPERTS
+            is_divided = run.shard.expert_parallel > 1 and facts.expert_plan.get(name) == sharding.DIVIDED_BY_EXPERTS
             parts.setdefault(name.rpartition(".")[0] if is_divided else "", []).append(name)
         for experts, names in parts.items():
             num_gathers, num_small = _num_gathers(facts, run, unit, is_expert=bool(experts), has_backward=has_backward)
@@ -56,7 +56,7 @@ def _have_backward(facts: ModelFacts, run: PlannedRun, units: Sequence[sharding.
     """
     *inner, root = units
     first = next((number for number, unit in enumerate(inner) if unit.num_trained), len(inner))
-    while 0 < first < len(inner) and inner[first - 1].is_bytes:
+    while 0 < first < len(inner) and inner[first - 1].is_quantized:
         first -= 1
     embedding = {id(param) for param in facts.model.get_input_embeddings().parameters() if param.requires_grad}
     if any(id(facts.model.get_parameter(name)) in embedding for name in root.parameters):
@@ -85,7 +85,7 @@ def _share(
     if shard.flattens_units:  # gradients cover all of a unit, even if only part of it is trained
         elements, stored = chunk(shapes), max((facts.params[name].itemsize for name in names), default=0)
         reduced = elements if any(facts.params[name].is_trained for name in names) else 0
-        gathered_bytes = elements * (stored if unit.is_bytes else sharding.itemsize(unit.dtype))
+        gathered_bytes = elements * (stored if unit.is_quantized else sharding.itemsize(unit.dtype))
         stored_bytes = elements * stored
     else:
         sizes = [0, 0, 0]  # gathered, stored, trained
@@ -109,7 +109,7 @@ def _alike(
     computed, found = sharding.itemsize(unit.dtype), dict[tuple[int, int, bool], dict[str, tuple[int, ...]]]()
     for name, shape in shapes.items():
         param = facts.params[name]
-        gathered = computed if param.is_floating and not unit.is_bytes else param.itemsize
+        gathered = computed if param.is_floating and not unit.is_quantized else param.itemsize
         found.setdefault((gathered, param.itemsize, param.is_trained), {})[name] = shape
     return found
 
@@ -139,7 +139,7 @@ def _num_gathers(
 def _local_shape(facts: ModelFacts, run: PlannedRun, name: str) -> tuple[int, ...]:
     """The part of a parameter that the fullest rank has before sharding."""
     shape, num_ranks = facts.params[name].shape, run.shard.tensor_parallel
-    if run.shard.expert_parallel > 1 and facts.expert_plan.get(name) == sharding.CUT_BY_EXPERTS:
+    if run.shard.expert_parallel > 1 and facts.expert_plan.get(name) == sharding.DIVIDED_BY_EXPERTS:
         return shape[0] // run.shard.expert_parallel, *shape[1:]
     style = facts.tensor_plan.get(name) if num_ranks > 1 else None
     if style in (*sharding.COLUMN_STYLES, sharding.EMBEDDING_STYLE):

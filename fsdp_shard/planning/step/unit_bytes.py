@@ -112,7 +112,7 @@ def _rows_bytes(
         stored += padded * param.element_size()
         if not param.ndim:
             continue
-        is_cast = param.is_floating_point() and not unit.is_bytes
+        is_cast = param.is_floating_point() and not unit.is_quantized
         wide = compute if is_cast else param.element_size()
         if is_cast and wide != param.element_size():
             cast += padded * wide
@@ -156,7 +156,7 @@ def _flat_bytes(
     _, end = flat_spans(shapes, unit.dtype)
     length = -(-end // num_shards)
     wide = params[0].element_size() if params else compute
-    is_cast = wide != compute and not unit.is_bytes
+    is_cast = wide != compute and not unit.is_quantized
     whole = length * num_shards
     used = [param for name, param in zip(unit.parameters, params, strict=True) if name not in unused]
     trained = bool(used) and any(param.requires_grad for param in params)

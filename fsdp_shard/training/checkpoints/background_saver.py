@@ -198,8 +198,11 @@ class BackgroundSaver:
             self._log.saved(saved.directory)
             if (remote := self._publisher.remote) is not None:
                 self._log.note(f"uploaded {remote.address(step)}")
-            if saved.retention_error is not None:
-                self._log.warn(f"Step {step} is saved, but older ones could not be deleted. {saved.retention_error}")
+            if saved.followup_error is not None:
+                self._log.warn(
+                    f"Step {step} is saved, but the best step could not be marked, or older ones could not be deleted. "
+                    f"{saved.followup_error}"
+                )
 
     def _result_or_save_error(self, step: int, result: Callable[[], SavedStep]) -> SavedStep:
         """Return the result of a save; torch's error for a lost or late rank becomes a SaveError."""

@@ -101,7 +101,7 @@ def read_trainer(step_directory: Path) -> TrainerState:
     return state
 
 
-def open_trainer(step_directory: Path | None, config: FinetuneSettings, data: str) -> TrainerState:
+def initial_state(step_directory: Path | None, config: FinetuneSettings, data: str) -> TrainerState:
     """The trainer state of a step, or the initial one.
 
     Args:
@@ -129,7 +129,7 @@ def planned_training(
     Raises:
         ConfigError: Other settings contradict the number of steps, or the step has another seed or other data.
     """
-    state = open_trainer(step_directory, config, data.identity)
+    state = initial_state(step_directory, config, data.identity)
     num_samples = None if data.source_names else data.num_samples
     return config.train.for_data(num_samples, state.step, state.num_samples), state
 

@@ -78,7 +78,7 @@ class FinetuneSaver(BackgroundSaver):
         self._run_content = content
         self.copy_before_steps_of([content.optimizer])
         self._watch = GroupWatch(content.optimizer) if config.optimizer else None
-        self._is_checked = self._has_compared = False
+        self._optimizer_is_checked = self._states_were_compared = False
 
     def is_due(self, state: TrainerState, num_steps: int) -> bool:
         """Return whether the settings require a save after the step of `state`, in a run of `num_steps` steps."""
@@ -90,7 +90,7 @@ class FinetuneSaver(BackgroundSaver):
         Raises:
             SaveError: This save or the previous one failed, and the run has to stop for it.
         """
-        self.wait()
+        self.wait()  # the previous save may mark its step as the best
         is_best = run_on_main(self._ranks, lambda: self._is_best(state))
         content, in_background = self._step_content(state), self._config.asynchronous
         self.save_content(state.step, content, is_best=is_best, in_background=in_background)
@@ -130,8 +130,8 @@ class FinetuneSaver(BackgroundSaver):
     def _check_same_states(self, shards: Mapping[str, LocalShard]) -> None:
         """Raise SaveError if the ranks hold other values of a state that only one of them saves; a collective."""
         optimizer = self._run_content.optimizer
-        digests = state_digests({"": optimizer}, shards, of_any_size=not self._has_compared)
-        self._has_compared = True
+        digests = state_digests({"": optimizer}, shards, of_any_size=not self._states_were_compared)
+        self._states_were_compared = True
         if (name := first_difference(self._ranks, digests)) is not None:
             raise SaveError(
                 f"{type(optimizer).__name__} cannot be saved: the ranks differ in {name}, and only the values of "
@@ -161,8 +161,8 @@ class FinetuneSaver(BackgroundSaver):
             SaveError: The save failed, and the run must stop; or the first step shows that the optimizer cannot be
                 saved.
         """
-        if not self._is_checked and self._config.optimizer:
-            self._is_checked = True
+        if not self._optimizer_is_checked and self._config.optimizer:
+            self._optimizer_is_checked = True
             run_on_all(self._ranks, lambda: self._check_optimizer(self._run_content.loaded.model.local_shards()))
         super().poll()
 

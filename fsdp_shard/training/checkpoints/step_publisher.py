@@ -15,7 +15,7 @@ class SavedStep(NamedTuple):
     """A committed step, and the error that prevented deleting older steps or marking the best one, if any."""
 
     directory: Path
-    retention_error: StorageError | None
+    followup_error: StorageError | None
 
 
 class StepPublisher:
@@ -70,10 +70,10 @@ class StepPublisher:
         )
         if self._config.verify:
             self._read_back(step, directory)
-        error = self._try_on_main(lambda: self._prune(step, is_best=is_best))
+        error = self._try_on_main(lambda: self._mark_and_prune(step, is_best=is_best))
         if (remote := self.remote) is not None:
             checkpoint.upload_step(self._ranks, remote, step, directory)
-            error = self._try_on_main(lambda: self._prune_remote(remote, step, is_best=is_best)) or error
+            error = self._try_on_main(lambda: self._mark_and_prune_remote(remote, step, is_best=is_best)) or error
         return SavedStep(directory, error)
 
     def upload_missing(self) -> int | None:
@@ -124,7 +124,7 @@ class StepPublisher:
             raise SaveError(f"Step {step} was saved, but does not read back as it was written. {error}") from error
         checkpoint.fault_point("verified")
 
-    def _prune(self, step: int, *, is_best: bool) -> None:
+    def _mark_and_prune(self, step: int, *, is_best: bool) -> None:
         if is_best:
             self._replace_best(self.store, step)
         self._apply_retention()
@@ -136,7 +136,7 @@ class StepPublisher:
         if config.keep_optimizer_last is not None:
             self.store.drop_optimizer(config.keep_optimizer_last)
 
-    def _prune_remote(self, remote: RemoteStore, step: int, *, is_best: bool) -> None:
+    def _mark_and_prune_remote(self, remote: RemoteStore, step: int, *, is_best: bool) -> None:
         if is_best:
             self._replace_best(remote, step)
         checkpoint.prune_remote(remote, step, self._config.keep_last, self._config.keep_every)

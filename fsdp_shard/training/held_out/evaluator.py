@@ -83,7 +83,7 @@ class HeldOutEvaluator:
 
     def __init__(self, run: TrainingRun, held_out: MapDataset | None, log: EvaluationLog) -> None:
         self._run, self._log = run, log
-        self._samples = None if held_out is None else held_out.head(run.config.eval_windows)
+        self._held_out = None if held_out is None else held_out.head(run.config.eval_windows)
 
     def before_training(self) -> None:
         """Evaluate before the first step, or the step to resume from if it was not evaluated; a collective.
@@ -92,8 +92,8 @@ class HeldOutEvaluator:
         held-out data leave nothing to train.
         """
         state = self._run.state
-        if self._samples is not None and state.record_held_out(
-            json_digest([one.identity for one in self._samples.sources])
+        if self._held_out is not None and state.record_held_out(
+            json_digest([one.identity for one in self._held_out.sources])
         ):
             up_to = f"of the evaluations up to step {state.step}"
             self._log.note(f"held-out data differ from those {up_to}: best step and patience start over")
@@ -105,7 +105,7 @@ class HeldOutEvaluator:
     def after_step(self) -> None:
         """Evaluate if it is due; a collective. An interrupted run leaves it to the run that resumes it."""
         run, step = self._run, self._run.state.step
-        has_work = self._samples is not None or run.functions.samples is not None
+        has_work = self._held_out is not None or run.functions.samples is not None
         due = has_work and is_due(step, run.config.eval_every, run.config.num_steps)
         run.state.evaluation_pending = due
         if due and not run.interrupted_by:
@@ -114,10 +114,10 @@ class HeldOutEvaluator:
     def _evaluate(self) -> None:
         run, state = self._run, self._run.state
         run.functions.check()
-        if self._samples is not None:
+        if self._held_out is not None:
             size, objective, reference = run.config.micro_batch_size, run.objective, run.reference
             report = evaluate_loss(
-                run.model, self._samples, size, run.context, run.functions, objective=objective, reference=reference
+                run.model, self._held_out, size, run.context, run.functions, objective=objective, reference=reference
             )
             if state.step:
                 state.record_evaluation(report.loss, run.config.min_delta)
@@ -128,9 +128,9 @@ class HeldOutEvaluator:
             state.evaluated_step = state.step  # else a run that is over would sample again
         if run.functions.samples is not None:
             with eval_mode(run.model), without_context_parallel(run.model.module):
-                samples = run.functions.samples(run.model)
-            run_on_main(run.context, partial(check_samples, run.functions.samples, samples))
-            self._log.samples(state.step, samples)
+                completions = run.functions.samples(run.model)
+            run_on_main(run.context, partial(check_samples, run.functions.samples, completions))
+            self._log.samples(state.step, completions)
         state.evaluation_pending = False
 
 
@@ -164,13 +164,14 @@ def evaluate_loss(
         dataset: The samples.
         micro_batch_size: Samples per rank and forward pass.
         context: The ranks that evaluate.
-        functions: A custom loss.
+        functions: A custom loss; its metrics are not computed here.
         objective: What the model is trained for; the cross-entropy if None.
         reference: The model to compare with, for objectives that need one.
 
     Raises:
         LossError: The loss is not finite.
     """
+    # Metrics of `run.functions` are of training steps only.
     custom = CustomFunctions(loss=None if functions is None else functions.loss)
     evaluation = _Evaluation(model, micro_batch_size, context, custom, objective or ObjectiveConfig(), reference)
     parts = dataset.parts if isinstance(dataset, Concatenation) else {"": dataset}

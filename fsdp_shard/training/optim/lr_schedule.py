@@ -1,8 +1,8 @@
 """The learning rate, with warm-up, as a function of only the step, so checkpoints need not store it. Pure Python.
 
 The schedules are those of transformers' `get_scheduler`, each with a floor (`train.final_lr_fraction`); the cosine and
-its restarts after Loshchilov & Hutter, SGDR (2017). A schedule is a line in `_DECAYS`, one in
-`SCHEDULES` of `training/config.py`, and there the settings that only it has.
+its restarts after Loshchilov & Hutter, SGDR (2017). To add a schedule, add its decay to `_DECAYS`, its name to
+`SCHEDULES` in `training/config.py`, and beside that the settings that only it has.
 """
 
 import math

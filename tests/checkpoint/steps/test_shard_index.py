@@ -25,7 +25,7 @@ from fsdp_shard.checkpoint.sharded_state.save_step import StepContent, save_step
 from fsdp_shard.checkpoint.steps.file_plan import SHARD_KEY, chunk_rows, plan_sharded
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST
 from fsdp_shard.checkpoint.steps.shard_headers import has_described_headers
-from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, RankReport, read_shard_index
+from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, RankFileSummary, read_shard_index
 from fsdp_shard.checkpoint.steps.step_store import StepStore
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import CheckpointError
@@ -333,7 +333,7 @@ def test_ranks_that_hold_alike_report_alike() -> None:
     for rank in range(64):
         pieces = [(spec, *parts[spec.name][rank]) for spec in specs]
         file = plan_sharded(pieces, rank, 64, step=1, save="s", aliases={})
-        reports.append(RankReport.of(file, pieces))
+        reports.append(RankFileSummary.of(file, pieces))
     assert len({report.content for report in reports}) == 4, "with the scalar, both, embed alone, nothing"
     assert len({str(report.parts) for report in reports}) > 60
     assert all(len(report.content) < 200 for report in reports)

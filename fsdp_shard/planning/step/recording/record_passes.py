@@ -277,7 +277,7 @@ class _Watch:
         self._recorder, self._fqn = recorder, fqn
         self._input_dtype: torch.dtype | None = None
         self._output_dtype: torch.dtype | None = None
-        if settings.is_sharded and unit is not None and not unit.is_bytes and not is_uncast:
+        if settings.is_sharded and unit is not None and not unit.is_quantized and not is_uncast:
             self._input_dtype = getattr(torch, unit.dtype)
             self._output_dtype = getattr(torch, settings.param_dtype) if unit.dtype != settings.param_dtype else None
         trained = [param for param in params if param.requires_grad]
