@@ -23,7 +23,7 @@ from fsdp_shard.sharding.gradients import clip_grad_norm_over_meshes
 from fsdp_shard.sharding.module_shards import free_gathered, shards_of
 from fsdp_shard.sharding.prepare_model import prepare_model
 from fsdp_shard.sharding.routed_lists import complete_gradients, is_within, skippable_modules
-from fsdp_shard.utils import at_end_of_backward, replace_tensors, reshard_over, tree_leaves
+from fsdp_shard.utils import at_end_of_backward, copy_to, replace_tensors, reshard_over, tree_leaves
 
 _REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # from torch 2.13 on
 
@@ -98,7 +98,7 @@ class _Scalars:
         grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in self.trained]
         is_used = [float(param.grad is not None) for param in self.trained]
         total = torch.stack([grad.to(self._dtype) for grad in grads])
-        sums = torch.stack([total, total.new_tensor(is_used)])
+        sums = torch.stack([total, copy_to(total.device, torch.tensor(is_used, dtype=total.dtype))])
         dist.all_reduce(sums)
         means = sums[0] / dist.get_world_size()
         for param, mean, num_users in zip(self.trained, means, sums[1].tolist(), strict=True):

@@ -21,6 +21,7 @@ from fsdp_shard.sharding import ContextRanks, SequencePart, WholeSequence, conte
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.loss.device_batch import DeviceBatch, OwnPart, PackedAnswers, own_label_positions
 from fsdp_shard.training.objectives.objective import ObjectiveConfig
+from fsdp_shard.utils import copy_to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,11 +265,6 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
         packed=packed,
         own=own,
     )
-
-
-def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor in CPU memory to `device`; to a GPU through pinned memory, so that nothing waits for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _hand_over(batches: StepBatches, copies: torch.cuda.Stream) -> None:

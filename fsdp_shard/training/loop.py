@@ -22,7 +22,7 @@ from fsdp_shard.data import Dataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.sharding import ShardedModel, free_gathered
-from fsdp_shard.training.batch_loader import BatchLoader, StepBatches, copy_to
+from fsdp_shard.training.batch_loader import BatchLoader, StepBatches
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.dataset_figures import finite, source_figures
 from fsdp_shard.training.loss.custom_functions import CustomFunctions, StepSums
@@ -35,7 +35,7 @@ from fsdp_shard.training.optim.lr_schedule import learning_rate
 from fsdp_shard.training.seeding import derived_seed, seed_all
 from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.training.trainer_state import TrainerState
-from fsdp_shard.utils import device_peak_bytes, format_count
+from fsdp_shard.utils import copy_to, device_peak_bytes, format_count
 
 
 @dataclass

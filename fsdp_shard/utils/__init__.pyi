@@ -86,6 +86,7 @@ from .settings import (
     whole_number as whole_number,
 )
 from .tensors import (
+    copy_to as copy_to,
     plain_parts as plain_parts,
     replace_tensors as replace_tensors,
     storage_bytes as storage_bytes,

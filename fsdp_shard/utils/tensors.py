@@ -48,3 +48,8 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages of `tensors`, each counted once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
+
+
+def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor in CPU memory to `device`; to a GPU through pinned memory, so that nothing waits for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -32,7 +32,7 @@ from fsdp_shard.checkpoint import FAULTS, CheckpointConfig
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, ModelError, SaveError
 from fsdp_shard.training.checkpoints.checkpointer import CheckpointerSettings
-from fsdp_shard.training.checkpoints.checkpointer_document import bits_sum
+from fsdp_shard.training.checkpoints.checkpointer_document import bits_sums
 from tests.support.ranks import on_ranks
 from tests.support.stateful import Stateful
 from tests.support.tiny import byte_tokenizer, llama, token_batch
@@ -528,8 +528,15 @@ def test_a_digest_on_a_gpu_is_a_sum_of_bits(dtype: torch.dtype) -> None:
     data = torch.arange(1.0, 9.0).to(dtype)
     other = data.clone()
     other[3] = 7.0
-    assert bits_sum(data) == bits_sum(data.clone()) != bits_sum(other)
-    assert 0 <= bits_sum(torch.full((8,), -1.0).to(dtype)) < 2**64
+    negative, one, two = torch.full((8,), -1.0).to(dtype), data[:1], data[1:2]
+    given = [one, data, two, other, data.clone(), torch.ones(1, dtype=torch.float16), data[:0], negative]
+    sums = bits_sums(given)
+    assert sums == [bits_sums([each])[0] for each in given]
+    assert len({sums[0], sums[1], sums[2], sums[3]}) == 4
+    assert sums[1] == sums[4]
+    assert sums[6] == 0
+    assert all(0 <= number < 2**64 for number in sums)
+    assert bits_sums([]) == []
 
 
 @pytest.mark.parametrize("keep_last", ["3", 1.5, True])

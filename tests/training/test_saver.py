@@ -206,8 +206,8 @@ def slimming(context: DistributedContext, run_dir: Path) -> None:
     run.saver.wait()
     assert run.told[-2:] == [
         "saved step-00000003",
-        "Step 3 is saved, but the best step could not be marked, or older ones could not be deleted. Rank 0: optimizer: "
-        "Input/output error (EIO).",
+        "Step 3 is saved, but the best step could not be marked, or older ones could not be deleted. Rank 0: "
+        "optimizer: Input/output error (EIO).",
     ]
     assert (run.store.path(2) / "optimizer").is_dir()
 

@@ -167,17 +167,16 @@ class Decoder:
         start = 1 if is_encoder_decoder else length
         named: Any = self.config.eos_token_id  # a list, or None
         ends = set(named or ())
-        stops = self._stops(output.sequences, start)
-        tokens = [
-            until_end(row, ends)[:stop] for row, stop in zip(output.sequences[:, start:].tolist(), stops, strict=True)
-        ]
+        sequences = output.sequences.cpu()
+        stops = self._stops(sequences, start)
+        tokens = [until_end(row, ends)[:stop] for row, stop in zip(sequences[:, start:].tolist(), stops, strict=True)]
         scores = watch.scores()
         return [Answer(row, None if scores is None else scores[n][: len(row)]) for n, row in enumerate(tokens)]
 
     def _stops(self, sequences: torch.Tensor, start: int) -> list[int | None]:
         """For each row, the number of tokens after `start` until the first of `stop_strings` is complete, or None.
 
-        Rows that complete before others in a batch are padded.
+        Rows that complete before others in a batch are padded. Sequences on a GPU would be waited for at each token.
         """
         stops: list[int | None] = [None] * len(sequences)
         if not (strings := self.config.stop_strings):

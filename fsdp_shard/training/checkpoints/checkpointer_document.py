@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,20 +139,34 @@ class StateTensors:
         """Add digests of a model's names and of the parameters that all ranks hold in full: each writes some."""
         self.add_shared([list(found.shards), found.aliases], "the names of the parameters")
         if self._ranks.world_size > 1:
-            for name in found.replicated:
-                data = found.shards[name].data
-                digest = xxhash.xxh3_64(tensor_bytes(data)).intdigest() if data.device.type == "cpu" else bits_sum(data)
+            held = {name: found.shards[name].data for name in found.replicated}
+            on_gpu = {name: data for name, data in held.items() if data.device.type != "cpu"}
+            digests = dict(zip(on_gpu, bits_sums(list(on_gpu.values())), strict=True))
+            for name, data in held.items():
+                digest = digests[name] if name in digests else xxhash.xxh3_64(tensor_bytes(data)).intdigest()
                 self.digests[f"the parameter {name}, which each of them has whole"] = digest
 
 
-def bits_sum(data: torch.Tensor) -> int:
-    """The sum of a flat tensor's elements as 64-bit integers: a digest that a GPU can compute."""
-    return int(device_bits_sum(data)) % 2**64
+def bits_sums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The sum of each flat tensor's elements as 64-bit integers: digests that a GPU can compute.
+
+    A GPU is waited for once. Tensors of one element, such as the numbers of steps of an optimizer's parameters, are
+    joined first, as a kernel for each would take longer than the sums.
+    """
+    singles: dict[tuple[torch.device, torch.dtype], list[int]] = {}  # positions in `tensors`
+    others: list[int] = []
+    for position, tensor in enumerate(tensors):
+        is_single = tensor.numel() == 1 and tensor.element_size() in _INTEGER_OF_SIZE
+        (singles.setdefault((tensor.device, tensor.dtype), []) if is_single else others).append(position)
+    sums = [_integers(torch.cat([tensors[position] for position in its])).long() for its in singles.values()]
+    sums += [_integers(tensors[position]).sum(dtype=torch.int64).view(1) for position in others]
+    values = torch.cat([one.to(sums[0].device) for one in sums]).tolist() if sums else []
+    by_position = dict(zip([*chain.from_iterable(singles.values()), *others], values, strict=True))
+    return [by_position[position] % 2**64 for position in range(len(tensors))]
 
 
-def device_bits_sum(data: torch.Tensor) -> torch.Tensor:
-    """`bits_sum` as a signed scalar on the device, which is not waited for."""
-    return data.view(_INTEGER_OF_SIZE.get(data.element_size(), torch.uint8)).sum(dtype=torch.int64)
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_INTEGER_OF_SIZE.get(tensor.element_size(), torch.uint8))
 
 
 def text_digest(names: list[str]) -> int:

@@ -18,7 +18,7 @@ from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import TensorIndex
 from fsdp_shard.distributed import Communicator, LocalShard, run_on_all
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
-from fsdp_shard.training.checkpoints.checkpointer_document import device_bits_sum
+from fsdp_shard.training.checkpoints.checkpointer_document import bits_sums
 from fsdp_shard.training.optim.build import needs_closure
 from fsdp_shard.utils import tree_leaves
 
@@ -113,7 +113,7 @@ def state_digests(
         of_any_size: Include tensors of more than 1 MiB, such as states of replicated parameters.
     """
     found: dict[str, int | None] = {}
-    sums: dict[str, torch.Tensor] = {}  # on a GPU, which is waited for once
+    on_gpu: list[tuple[str, torch.Tensor]] = []
     for prefix, optimizer in ((slot_prefix(name), one) for name, one in optimizers.items()):
         members = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for name, shard in shards.items():
@@ -131,11 +131,10 @@ def state_digests(
                     if tensor.device.type == "cpu":
                         digest.update(checkpoint.tensor_bytes(tensor))
                     else:
-                        sums[key] = device_bits_sum(tensor) + sums.get(key, 0)
+                        on_gpu.append((key, tensor))
             found[key] = digest.intdigest() if shard.data.numel() else None
-    if sums:
-        for key, number in zip(sums, torch.stack([*sums.values()]).tolist(), strict=True):
-            found[key] = None if (own := found[key]) is None else (own + number) % 2**64
+    for (key, _), number in zip(on_gpu, bits_sums([tensor for _, tensor in on_gpu]), strict=True):
+        found[key] = None if (own := found[key]) is None else (own + number) % 2**64
     return found
 
 
