@@ -95,6 +95,11 @@ from .model_files import (
 from .open import is_module_path as is_module_path
 from .piece_reader import ROW_GROUP_BYTES as ROW_GROUP_BYTES, tensor_bytes as tensor_bytes
 from .remote.download import fetch_latest as fetch_latest, fetch_step as fetch_step, local_copy as local_copy
+from .remote.hub_files import (
+    adapter_to_push as adapter_to_push,
+    is_loadable as is_loadable,
+    model_to_push as model_to_push,
+)
 from .remote.hub_push import (
     CARD as CARD,
     CARD_MARK as CARD_MARK,
@@ -104,12 +109,7 @@ from .remote.hub_push import (
     is_hub_id as is_hub_id,
     open_repository as open_repository,
 )
-from .remote.push_files import (
-    adapter_to_push as adapter_to_push,
-    is_loadable as is_loadable,
-    model_to_push as model_to_push,
-)
-from .remote.push_requests import require_hub as require_hub
+from .remote.hub_requests import require_hub as require_hub
 from .remote.same_run import (
     RUN_ID as RUN_ID,
     new_run_id as new_run_id,

@@ -38,7 +38,7 @@ from fsdp_shard.checkpoint.location import Location, locate
 from fsdp_shard.checkpoint.model_files import copy_model_files
 from fsdp_shard.checkpoint.open import open_weights
 from fsdp_shard.checkpoint.remote.hub_push import HubTarget, open_repository
-from fsdp_shard.checkpoint.remote.push_requests import require_hub
+from fsdp_shard.checkpoint.remote.hub_requests import require_hub
 from fsdp_shard.checkpoint.sharded_state.write_shards import Digests
 from fsdp_shard.checkpoint.steps.file_plan import TargetPlan, WriteRequest
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST, Manifest

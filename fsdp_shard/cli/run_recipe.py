@@ -136,12 +136,12 @@ def run_jobs(
     Raises:
         RunError: Runs of a sweep failed.
     """
-    report = _first_rank_reports if owns_process else nullcontext
+    one_report = _first_rank_reports if owns_process else nullcontext
     if {"-h", "--help"} & set(arguments):
         # Hydra's own help takes seconds: it copies the whole ConfigStore for each group that it lists.
         print(configs.help_text(schema, program))
         return []
-    with report():
+    with one_report():
         jobs = configs.compose_jobs(schema, [argument for argument in arguments if argument != "--debug"], program)
         for job in jobs:
             job.config.debug |= "--debug" in arguments
@@ -163,8 +163,8 @@ def run_jobs(
     if len(jobs) > 1:
         _run_sweep(find, jobs)
         return jobs
-    for job in jobs:
-        with report() if job in later else nullcontext():
+    for job in jobs:  # at most one
+        with one_report() if job in later else nullcontext():
             _run_job(find(), job.config, may_fork=owns_process)
     return jobs
 

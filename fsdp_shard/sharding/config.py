@@ -190,7 +190,11 @@ class ShardConfig:
         return int(self._module().all_gather_numel(shapes, dtype, num_shards))
 
     def shard(self, model: nn.Module, context: DistributedContext) -> ShardedModel:
-        """Shard `model` (on meta, buffers on the device) over the ranks of `context`; parameters are left unfilled."""
+        """Shard `model` (on meta, buffers on the device) over the ranks of `context`; parameters are left unfilled.
+
+        For recipes, whose settings `check_finetune` has checked. Elsewhere use `fs.shard`, which checks the model, the
+        settings and the context.
+        """
         sharded: ShardedModel = self._module().shard(model, self, context)
         return sharded
 

@@ -77,7 +77,7 @@ def write_ranks(
             (spec_of(name, tensor), edges[name][rank], edges[name][rank + 1] - edges[name][rank])
             for name, tensor in tensors.items()
         ]
-        plan = file_plan.plan_sharded(pieces, rank, world_size, step=step, save=save, aliases=aliases or {})
+        plan = file_plan.plan_sharded(pieces, rank, world_size, step=step, save_id=save, aliases=aliases or {})
         data = bytearray(plan.header) + bytearray(plan.num_bytes - len(plan.header))
         for spec, start, count in pieces:
             if count:

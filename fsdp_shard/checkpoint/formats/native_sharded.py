@@ -42,7 +42,7 @@ def read(path: Path) -> TensorIndex:
         )
     if not found.tensors:
         raise _no_tensors(path)
-    index = TensorIndex(path, NAME, found.tensors, found.aliases, {"save": found.save}, found.step, len(files))
+    index = TensorIndex(path, NAME, found.tensors, found.aliases, {"save": found.save_id}, found.step, len(files))
     return dataclasses.replace(index, headers=found.headers)
 
 
@@ -61,7 +61,7 @@ def read_headers(path: Path) -> TensorIndex:
             raise CheckpointError(
                 f"{where} has the header of rank {info.rank} of {info.world_size}: it was renamed or mixed up."
             )
-        saves.check("the save", where, info.save, "at step", info.step)
+        saves.check("the save", where, info.save_id, "at step", info.step)
         saves.check("the list of tied tensors", where, dict(info.aliases))
         aliases.update(info.aliases)
         for name, dtype, shape, held in _rank_pieces(where, file, header, info):
@@ -73,21 +73,21 @@ def read_headers(path: Path) -> TensorIndex:
     if lost := sorted(set(aliases.values()) - set(pieces)):
         raise CheckpointError(f"{path}: tensors are tied to {lost[0]}, but no rank's file holds that one.")
     tensors = {name: checked_entry(path, name, *specs[name], held) for name, held in pieces.items()}
-    return TensorIndex(path, NAME, tensors, aliases, {"save": info.save}, info.step, len(files))
+    return TensorIndex(path, NAME, tensors, aliases, {"save": info.save_id}, info.step, len(files))
 
 
 def plan(specs: Sequence[TensorSpec], request: WriteRequest) -> TargetPlan:
     """Plan one file per rank (`request.ranks`, one by default), dim 0 of each tensor chunked as by FSDP2."""
-    ranks, save = request.ranks or 1, uuid.uuid4().hex
+    ranks, save_id = request.ranks or 1, uuid.uuid4().hex
     reports = []
 
     def plan_file(rank: int, pieces: Sequence[tuple[TensorSpec, int, int]]) -> FilePlan:
-        file = file_plan.plan_sharded(pieces, rank, ranks, step=request.step, save=save, aliases=request.aliases)
+        file = file_plan.plan_sharded(pieces, rank, ranks, step=request.step, save_id=save_id, aliases=request.aliases)
         reports.append(RankFileSummary.of(file, pieces))
         return file
 
     files, extents = plan_ranks(specs, ranks, plan_file)
-    index = build_shard_index(reports, request.step, save, request.aliases)
+    index = build_shard_index(reports, request.step, save_id, request.aliases)
     return TargetPlan(files, extents, {SHARD_INDEX: index}, "sharded", ranks)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from fsdp_shard.checkpoint.remote.push_requests import request, require_hub
-from fsdp_shard.checkpoint.remote.stale_files import stale_files
+from fsdp_shard.checkpoint.remote.hub_requests import request, require_hub
+from fsdp_shard.checkpoint.remote.stale_hub_files import stale_files
 from fsdp_shard.checkpoint.steps.manifest import KIND, MANIFEST
 from fsdp_shard.errors import ConfigError, RemoteError
 from fsdp_shard.utils import format_count, format_size

@@ -86,13 +86,13 @@ def save_step(
         StorageError: A disk is full or fails, on any rank.
         SaveError: The step exists already. In both cases earlier steps are kept, and nothing of this one.
     """
-    root, save = ranks.broadcast_object((str(store.root), uuid.uuid4().hex))
+    root, save_id = ranks.broadcast_object((str(store.root), uuid.uuid4().hex))
     store = StepStore(Path(root))
     target = write_plan.Target(
         rank=ranks.rank,
         world_size=ranks.world_size,
         step=step,
-        save=save,
+        save_id=save_id,
         max_shard_bytes=max_shard_bytes,
         aliases=content.aliases,
         single_file=content.single_file,
@@ -175,7 +175,7 @@ def _indexes(content: StepContent, target: write_plan.Target, planned: Sequence[
         if reports:
             name = f"{folder.name}/{SHARD_INDEX}" if folder.name else SHARD_INDEX
             assert len(reports) == len(planned), f"only some ranks have a file of those that {name} lists"
-            found[name] = build_shard_index(reports, target.step, target.save, folder.aliases)
+            found[name] = build_shard_index(reports, target.step, target.save_id, folder.aliases)
     return found
 
 

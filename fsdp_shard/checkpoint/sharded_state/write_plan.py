@@ -23,7 +23,7 @@ class Target:
     rank: int
     world_size: int
     step: int
-    save: str
+    save_id: str
     max_shard_bytes: int | None
     aliases: Mapping[str, str]
     single_file: str = SINGLE_FILE
@@ -97,7 +97,7 @@ def plan_sharded_writes(shards: Mapping[str, LocalShard], target: Target) -> Wri
         target.rank,
         target.world_size,
         step=target.step,
-        save=target.save,
+        save_id=target.save_id,
         aliases=target.aliases,
         boxes=boxes,
     )

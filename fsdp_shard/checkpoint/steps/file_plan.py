@@ -161,7 +161,7 @@ def plan_sharded(
     world_size: int,
     *,
     step: int | None,
-    save: str,
+    save_id: str,
     aliases: Mapping[str, str],
     boxes: Mapping[str, Box] | None = None,
 ) -> FilePlan:
@@ -175,7 +175,7 @@ def plan_sharded(
         rank: The rank.
         world_size: Number of ranks.
         step: The training step.
-        save: Text that is equal in all files of one save and differs between saves: readers reject a mix.
+        save_id: Text that is equal in all files of one save and differs between saves: readers reject a mix.
         aliases: {tied name: kept name}.
         boxes: The pieces that are boxes instead of flat ranges, by tensor.
     """
@@ -188,7 +188,7 @@ def plan_sharded(
         held = stored_shape(spec.shape, start, count) if box is None else box[1]
         specs.append(TensorSpec(spec.name, spec.dtype, held))
         ranges[spec.name] = range_entry(spec.shape, start, None if box is None else box[0])
-    document = shard_document(rank, world_size, step, save, aliases, ranges)
+    document = shard_document(rank, world_size, step, save_id, aliases, ranges)
     metadata = {"format": "pt", SHARD_KEY: json.dumps(document, separators=(",", ":"), ensure_ascii=False)}
     # Within each dtype, by which `_plan_file` sorts, tensors of complete pages come first: those of the widest dtype
     # begin at a page boundary, and the parts of all ranks can be mapped.
@@ -197,7 +197,7 @@ def plan_sharded(
 
 
 def shard_document(
-    rank: int, world_size: int, step: int | None, save: str, aliases: Mapping[str, str], ranges: Mapping[str, Any]
+    rank: int, world_size: int, step: int | None, save_id: str, aliases: Mapping[str, str], ranges: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Our entry in the metadata of a rank file, with the `range_entry` of each of its tensors."""
     return {
@@ -205,7 +205,7 @@ def shard_document(
         "rank": rank,
         "world_size": world_size,
         "step": step,
-        "save": save,
+        "save": save_id,
         "aliases": dict(aliases),
         "tensors": ranges,
     }
@@ -259,7 +259,7 @@ class ShardInfo:
     rank: int
     world_size: int
     step: int | None
-    save: str
+    save_id: str
     aliases: dict[str, str]
     ranges: dict[str, tuple[tuple[int, ...], int]]
     offsets: dict[str, tuple[int, ...]]
@@ -280,7 +280,7 @@ def parse_shard_info(metadata: Mapping[str, str], path: Path) -> ShardInfo:
             rank=_count(document["rank"]),
             world_size=_count(document["world_size"]),
             step=None if document["step"] is None else _count(document["step"]),
-            save=_text(document["save"]),
+            save_id=_text(document["save"]),
             aliases={_text(alias): _text(kept) for alias, kept in document["aliases"].items()},
             ranges={name: (tuple(map(_count, item["shape"])), _count(item["start"])) for name, item in tensors},
             offsets={name: tuple(map(_count, item["offsets"])) for name, item in tensors if "offsets" in item},

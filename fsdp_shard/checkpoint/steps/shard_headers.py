@@ -85,7 +85,7 @@ class _DescribedHeaders:
             stored[name] = {"dtype": dtype, "shape": part.shape, "data_offsets": [offset, end]}
             entries[name] = part.entry
         index = self._index
-        return stored, shard_document(rank, index.world_size, index.step, index.save, index.aliases, entries)
+        return stored, shard_document(rank, index.world_size, index.step, index.save_id, index.aliases, entries)
 
 
 def _part(division: Division, held: Held) -> _Part:

@@ -69,7 +69,7 @@ class RankFileSummary:
 
 
 def build_shard_index(
-    reports: Sequence[RankFileSummary], step: int | None, save: str, aliases: Mapping[str, str]
+    reports: Sequence[RankFileSummary], step: int | None, save_id: str, aliases: Mapping[str, str]
 ) -> bytes:
     """The content of the index of the files that the ranks report, in the order of ranks.
 
@@ -102,7 +102,7 @@ def build_shard_index(
         # The same offsets up to the same end: so each tensor takes the same bytes.
         layout = (size - start, offsets[contents[report.content]])
         files.append([size, start, digest, layouts.setdefault(layout, len(layouts))])
-    document = {"kind": _KIND, "format_version": _VERSION, "step": step, "save": save, "aliases": dict(aliases)}
+    document = {"kind": _KIND, "format_version": _VERSION, "step": step, "save": save_id, "aliases": dict(aliases)}
     document |= {"files": files, "layouts": [pairs for _, pairs in layouts], "tensors": tensors}
     lines = [f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in document.items()]
     lines.append(f'"divisions": [{",".join(divisions)}]')
@@ -134,7 +134,7 @@ class ShardIndex:
     """
 
     step: int | None
-    save: str
+    save_id: str
     aliases: dict[str, str]
     tensors: dict[str, TensorEntry]
     headers: dict[str, FileHeader] = field(repr=False)
@@ -188,7 +188,7 @@ class _Checker:
     def index(self) -> ShardIndex:
         """The index; the errors of Python stand for values of a wrong type."""
         document = self._document
-        step, save, aliases = document["step"], _text(document["save"]), document["aliases"]
+        step, save_id, aliases = document["step"], _text(document["save"]), document["aliases"]
         if step is not None:
             _counts([step])
         headers, layout_of = self._files()
@@ -208,7 +208,7 @@ class _Checker:
         for alias, kept in aliases.items():
             if _text(kept) not in tensors:
                 raise _Wrong(f"ties tensor {alias} to {kept[:200]}, which no file holds")
-        return ShardIndex(step, save, aliases, tensors, headers, [division for *_, division in specs], files)
+        return ShardIndex(step, save_id, aliases, tensors, headers, [division for *_, division in specs], files)
 
     def _files(self) -> tuple[dict[str, FileHeader], list[int]]:
         rows = self._document["files"]

@@ -47,7 +47,7 @@ def test_rank_files_keep_rows_where_ranges_are_rows() -> None:
     assert file_plan.stored_shape((10, 4), 7, 12) == (12,)
     assert file_plan.stored_shape((), 0, 1) == ()
     assert file_plan.stored_shape((0, 4), 0, 0) == (0, 4)
-    plan = file_plan.plan_sharded([(SPECS[0], 0, 0), (SPECS[2], 4, 8)], 1, 2, step=None, save="", aliases={})
+    plan = file_plan.plan_sharded([(SPECS[0], 0, 0), (SPECS[2], 4, 8)], 1, 2, step=None, save_id="", aliases={})
     assert plan.name == "shard-00001-of-00002.safetensors"
     assert list(plan.tensors) == ["c"], "an empty range is not stored"
 

@@ -332,7 +332,7 @@ def test_ranks_that_hold_alike_report_alike() -> None:
     reports = []
     for rank in range(64):
         pieces = [(spec, *parts[spec.name][rank]) for spec in specs]
-        file = plan_sharded(pieces, rank, 64, step=1, save="s", aliases={})
+        file = plan_sharded(pieces, rank, 64, step=1, save_id="s", aliases={})
         reports.append(RankFileSummary.of(file, pieces))
     assert len({report.content for report in reports}) == 4, "with the scalar, both, embed alone, nothing"
     assert len({str(report.parts) for report in reports}) > 60

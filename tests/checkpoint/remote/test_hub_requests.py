@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.checkpoint.remote.push_requests import request
+from fsdp_shard.checkpoint.remote.hub_requests import request
 from fsdp_shard.errors import RemoteError
 
 
