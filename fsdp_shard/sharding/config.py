@@ -60,11 +60,11 @@ class ShardConfig:
     )
     replicas: int = setting(1, "Number of replicas of the model; each is sharded over its own ranks (HSDP).", minimum=1)
     tensor_parallel: int = setting(
-        1, "Number of neighboring ranks that split each layer by the model's tensor-parallel plan.", minimum=1
+        1, "Number of neighboring ranks that divide each layer by the model's tensor-parallel plan.", minimum=1
     )
     expert_parallel: int = setting(
         1,
-        "Number of neighboring ranks that split the experts of a mixture-of-experts model by its expert-parallel plan.",
+        "Number of neighboring ranks that divide the experts of a mixture-of-experts model by its expert-parallel plan.",
         minimum=1,
     )
     context_parallel: int = setting(

@@ -134,7 +134,7 @@ def check_supported(model: nn.Module, settings: ShardConfig) -> None:
 
 
 def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards: int) -> list[dict[str, Shape]]:
-    """The rows of each parameter for each shard: cut as `torch.chunk` does, so the last may hold less or nothing.
+    """The rows of each parameter for each shard: divided as by `torch.chunk`, so the last may hold less or nothing.
 
     Shards that hold the same share one dict: a thousand shards have only a few different ones.
     """

@@ -51,9 +51,9 @@ def check_tensor_parallel(
             f"install that, or give a divisor."
         )
     # This concerns only gradients, and so does not matter for inference.
-    if not also and (alone := _between_cut_layers(model, plan)):
+    if not also and (alone := _between_divided_layers(model, plan)):
         raise ConfigError(
-            f"{where}: {name} has {alone} among layers that are cut, and its plan does not name it: each rank would "
+            f"{where}: {name} has {alone} among divided layers, and its plan does not name it: each rank would "
             f"train it on its own heads alone. Use {setting}=1."
         )
     config: Any = model.config
@@ -61,17 +61,17 @@ def check_tensor_parallel(
     for key in ("num_attention_heads", "num_key_value_heads"):
         if (heads := getattr(text, key, None)) is not None and heads % num_ranks:
             raise ConfigError(
-                f"{where} does not divide the {heads} {key} of {name}, and a head cannot be cut; give a divisor of it."
+                f"{where} does not divide the {heads} {key} of {name}, and a head cannot be divided; give a divisor of it."
             )
 
 
-def _between_cut_layers(model: nn.Module, plan: Mapping[str, str]) -> str:
+def _between_divided_layers(model: nn.Module, plan: Mapping[str, str]) -> str:
     """A module with parameters in the same parent as a divided layer, such as a norm of its queries; empty if none."""
-    cut = {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}
+    divided = {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}
     siblings = (
         name
         for name, module in model.named_modules()
-        if name.rpartition(".")[0] in cut and name not in plan and next(module.parameters(), None) is not None
+        if name.rpartition(".")[0] in divided and name not in plan and next(module.parameters(), None) is not None
     )
     return next(siblings, "")
 

@@ -99,7 +99,7 @@ class CustomFunctions:
             if function is not None and not callable(function):
                 raise ConfigError(f"run.functions.{kind} is {function!r}, expected a function; set one, or None.")
 
-    def agree(self, names: list[str], context: StepRanks) -> list[str]:
+    def agree_on_names(self, names: list[str], context: StepRanks) -> list[str]:
         """Return the names of the metrics, in the same order on all ranks. The first call is a collective.
 
         Raises:
@@ -116,7 +116,7 @@ class CustomFunctions:
 
 
 class StepRanks(Protocol):
-    """What the loss of a step may use of the ranks that take it; a plan has a rank without the others."""
+    """The ranks as the loss of a step may use them. A plan implements this with a single simulated rank."""
 
     @property
     def device(self) -> torch.device:
@@ -206,7 +206,7 @@ class StepSums:
         """Sum and count of each metric over all ranks, float64 [2 * num_metrics]; a collective."""
         if self._functions.metrics is None and not self._metrics:
             return torch.zeros(0, dtype=torch.float64, device=self._context.device)
-        names = self._functions.agree(list(self._metrics), self._context)
+        names = self._functions.agree_on_names(list(self._metrics), self._context)
         sums = torch.cat([self._metrics[name] for name in names])
         self._context.all_reduce_(sums)
         return sums
