@@ -64,7 +64,8 @@ class ShardConfig:
     )
     expert_parallel: int = setting(
         1,
-        "Number of neighboring ranks that divide the experts of a mixture-of-experts model by its expert-parallel plan.",
+        "Number of neighboring ranks that divide the experts of a mixture-of-experts model by its expert-parallel "
+        "plan.",
         minimum=1,
     )
     context_parallel: int = setting(

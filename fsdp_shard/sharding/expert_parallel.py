@@ -46,8 +46,8 @@ def check_experts(model: nn.Module, num_ranks: int) -> None:
     inside = {fqn for fqn in shapes if fqn.rpartition(".")[0] in sending}
     if uneven := sorted(inside ^ {fqn for fqn in shapes if plan.get(fqn) == DIVIDED_BY_EXPERTS}):
         raise ConfigError(
-            f"{where}: the plan of {name} does not say of {uneven[0]} both that it is divided by experts and that tokens "
-            f"are sent there, so it cannot be trained in parts; {instead}"
+            f"{where}: the plan of {name} does not say of {uneven[0]} both that it is divided by experts and that "
+            f"tokens are sent there, so it cannot be trained in parts; {instead}"
         )
     for fqn in sorted(inside):
         if shapes[fqn][0] % num_ranks:

@@ -61,7 +61,8 @@ def check_tensor_parallel(
     for key in ("num_attention_heads", "num_key_value_heads"):
         if (heads := getattr(text, key, None)) is not None and heads % num_ranks:
             raise ConfigError(
-                f"{where} does not divide the {heads} {key} of {name}, and a head cannot be divided; give a divisor of it."
+                f"{where} does not divide the {heads} {key} of {name}, and a head cannot be divided; give a "
+                f"divisor of it."
             )
 
 
