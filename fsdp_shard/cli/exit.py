@@ -9,7 +9,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeGuard
+from typing import NoReturn, TextIO, TypeGuard
 
 from fsdp_shard.distributed import Stopped, interrupt_on_signals, is_joined_rank, joined_rank
 from fsdp_shard.errors import FsdpShardError, InputError, Interrupted, RunError, one_line
@@ -81,8 +81,7 @@ def _outcome(body: Callable[[], None], debug: bool) -> int:
     except SystemExit:
         raise
     except BrokenPipeError:
-        # The reader of our output has exited, like `head`. Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard(sys.stdout)  # its reader has exited, like `head`
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -92,9 +91,17 @@ def _outcome(body: Callable[[], None], debug: bool) -> int:
         if _has_no_room_to_print(error):
             error = RunError(f"Standard output cannot be written: {error.strerror}. Make room, or send it elsewhere.")
         if not (isinstance(error, Interrupted) and joined_rank() > 0):  # of several stopped ranks, only one reports it
-            print_error(error, debug)
+            try:
+                print_error(error, debug)
+            except OSError:  # nobody reads it: the terminal is closed, or Ctrl-C has also ended `tee`
+                _discard(sys.stderr)
         return error.exit_status if isinstance(error, FsdpShardError) else 1
     return 0
+
+
+def _discard(stream: TextIO) -> None:
+    """Discard what is written to a stream that nobody reads; Python would complain when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _has_no_room_to_print(error: BaseException) -> TypeGuard[OSError]:

@@ -1,9 +1,11 @@
 """Progress of a run on standard error: a bar on a terminal, plain lines elsewhere."""
 
+import errno
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TextIO
@@ -18,7 +20,8 @@ class Progress:
     """Shows the reports of steps; close it at the end.
 
     Loss and tokens per second of a plain line cover all steps since the previous line. For a mixture, the line also
-    shows each source's fraction of all tokens so far. The remaining time includes evaluations and saves.
+    shows each source's fraction of all tokens so far. The remaining time includes evaluations and saves. Once the
+    terminal is closed, or the reader of a pipe has ended, nothing more is shown, and the run goes on.
 
     Args:
         num_steps: Last step of the run.
@@ -45,6 +48,7 @@ class Progress:
         self._clock, self._began = clock, 0.0
         self._since: list[StepReport] = []
         self._bar: Any = None
+        self._is_unread = False
         if enabled and self._stream.isatty():
             from tqdm import tqdm
 
@@ -54,8 +58,9 @@ class Progress:
         """Show a step, with the model FLOPs utilization if known."""
         self._began = self._began or self._clock() - report.step_seconds
         if self._bar is not None:
-            self._bar.set_postfix_str(_figures(report, mfu), refresh=False)
-            self._bar.update(report.step - self._bar.n)
+            with self._until_unread():
+                self._bar.set_postfix_str(_figures(report, mfu), refresh=False)
+                self._bar.update(report.step - self._bar.n)
             return
         self._since.append(report)
         if report.step % self._log_every == 0 or report.step == self._num_steps:
@@ -68,15 +73,29 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Show a line that is not about a step, above the bar if there is one."""
-        if self._bar is not None:
-            self._bar.write(printable(text), file=self._stream)
-        elif self._enabled:
-            say(text, self._stream)
+        if self._is_unread:
+            return
+        with self._until_unread():
+            if self._bar is not None:
+                self._bar.write(printable(text), file=self._stream)
+            elif self._enabled:
+                say(text, self._stream)
 
     def close(self) -> None:
         """Close the bar, if there is one."""
         if self._bar is not None:
-            self._bar.close()
+            with self._until_unread():
+                self._bar.close()
+
+    @contextmanager
+    def _until_unread(self) -> Iterator[None]:
+        """Ignore the error of an output that nobody reads: Ctrl-C also ends `tee`, and the run has yet to save."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            self._is_unread = True
 
 
 def _mean(reports: Sequence[StepReport]) -> StepReport:
