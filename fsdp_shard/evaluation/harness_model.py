@@ -37,6 +37,11 @@ def wrap_for_harness(
         def world_size(self) -> int:
             return ranks.world_size
 
+        def _model_call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            """The logits on the device of the tokens: with several GPUs, the output head may be on another one."""
+            logits: torch.Tensor = super()._model_call(*args, **kwargs)
+            return logits.to(self.device)
+
         def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
             return torch.tensor(ranks.all_gather_object(tensor.tolist()))
 

@@ -5,14 +5,18 @@ doi:10.5281/zenodo.12608602), so results are comparable with published ones.
 """
 
 import importlib.metadata
+import inspect
 import json
 import logging
+import random
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fsdp_shard.checkpoint import model_digests
 from fsdp_shard.distributed import run_on_main
@@ -29,7 +33,7 @@ TaskManager = Any  # of the harness, which may not be installed
 
 @dataclass(frozen=True, kw_only=True)
 class LmEval(EvaluationBase):
-    """An evaluation by the harness; `loaded` is the result of `TaskManager.load`."""
+    """An evaluation by the harness; `loaded` is the result of `manager.load`."""
 
     manager: TaskManager
     loaded: Mapping[str, Any]
@@ -65,7 +69,7 @@ class LmEval(EvaluationBase):
             results: Any = simple_evaluate(
                 wrapped,
                 use_cache=self._cache(known) if asked.cache else None,
-                tasks=_top_level(self.loaded),
+                tasks=asked.names,  # loaded already
                 num_fewshot=asked.num_fewshot,
                 limit=asked.limit,
                 log_samples=asked.save_samples,
@@ -120,8 +124,6 @@ def open_tasks(base: EvaluationBase) -> LmEval:
         ConfigError: A task does not exist, is not supported here, or has fewer questions than there are ranks.
         DataError: The questions cannot be read.
     """
-    from lm_eval import tasks
-
     asked, ranks = base.settings.lm_eval, base.ranks
     if asked.include_path is not None and not Path(asked.include_path).is_dir():
         raise ConfigError(
@@ -131,13 +133,18 @@ def open_tasks(base: EvaluationBase) -> LmEval:
         raise ConfigError("lm_eval.chat_template=true, but the model's tokenizer has no chat template; remove it.")
     with only_errors_of("lm_eval"):
         own = [asked.include_path] if asked.include_path is not None else []
-        manager = tasks.TaskManager(include_path=[str(shipped_directory("conf") / "lm_eval"), *own])
+        manager = _task_manager([str(shipped_directory("conf") / "lm_eval"), *own])
         loaded = _load(manager, _matching_tasks(asked.names, manager))
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False):
             raise ConfigError(f"lm_eval.tasks: {name} runs code that the model writes, which evaluate never does.")
         if getattr(task, "MULTIMODAL", False):
             raise ConfigError(f"lm_eval.tasks: {name} asks about images, and evaluate asks text questions only.")
+        if asked.num_fewshot and task.config.num_fewshot == 0:  # the harness ignores it then
+            raise ConfigError(
+                f"lm_eval.num_fewshot={asked.num_fewshot} has no effect on {name}, which is defined without examples; "
+                f"remove it, or evaluate {name} separately."
+            )
     found = LmEval(**vars(base), manager=manager, loaded=loaded)
     rolling = [name for name, task in loaded["tasks"].items() if task.OUTPUT_TYPE == "loglikelihood_rolling"]
     if asked.cache and rolling and ranks.world_size > 1:
@@ -152,6 +159,34 @@ def open_tasks(base: EvaluationBase) -> LmEval:
                 f"divide; start fewer ranks (launch.ranks)."
             )
     return found
+
+
+def _task_manager(directories: list[str]) -> TaskManager:
+    """The harness's task manager for its tasks and those in `directories`, which loads tasks only once.
+
+    Some tasks shuffle their answers when they are loaded, and again each time their questions are listed. The harness
+    seeds Python's and numpy's generators, and then loads tasks. The first `load` does both, and the one by the harness
+    leaves the generators as the first one has.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    seeds = inspect.signature(simple_evaluate).parameters
+
+    class LoadsOnce(TaskManager):  # type: ignore[misc]  # the harness has no types
+        known: tuple[Any, Any, Any] | None = None
+
+        def load(self, task_list: Any) -> Any:
+            if self.known is None:
+                random.seed(seeds["random_seed"].default)
+                np.random.seed(seeds["numpy_random_seed"].default)
+                self.known = super().load(task_list), random.getstate(), np.random.get_state()
+            loaded, python_state, numpy_state = self.known
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            return loaded
+
+    return LoadsOnce(include_path=directories)
 
 
 def _matching_tasks(names: list[str], manager: TaskManager) -> list[str]:
@@ -174,14 +209,6 @@ def _load(manager: TaskManager, names: list[str]) -> Any:
             f"lm_eval.tasks={','.join(names)}: the questions cannot be read: {type(error).__name__}: {reason}. "
             f"Check that the hub can be reached, or give tasks with your own data by lm_eval.include_path."
         ) from error
-
-
-def _top_level(loaded: Mapping[str, Any]) -> list[Any]:
-    """The loaded tasks and groups that belong to no other group, in the form the harness expects."""
-    inside = {task.task_name for group in loaded["groups"].values() for task in group.get_all_tasks()}
-    nested = {child.name for group in loaded["groups"].values() for child in group.get_all_groups()}
-    groups = [group for name, group in loaded["groups"].items() if name not in nested]
-    return [*groups, *(task for name, task in loaded["tasks"].items() if name not in inside)]
 
 
 def _write_samples(path: Path, rows: list[Any]) -> None:

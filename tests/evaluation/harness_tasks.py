@@ -44,6 +44,32 @@ generation_kwargs: {{until: ["\\n"], max_gen_toks: 4, do_sample: false}}
 metric_list: [{{metric: bypass, aggregation: bypass, higher_is_better: false}}]
 metadata: {{version: 1.0}}
 """
+SHUFFLED = """\
+task: shuffled
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+process_docs: !function shuffle.process_docs
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{country}}}}:"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{label}}}}"
+num_fewshot: 0
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+metadata: {{version: 1.0}}
+"""
+SHUFFLE = """\
+import random
+import datasets
+
+def process_docs(dataset):
+    rows = [dict(row) for row in dataset]
+    for row in rows:
+        right = row["choices"][row["label"]]
+        random.shuffle(row["choices"])
+        row["label"] = row["choices"].index(right)
+    return datasets.Dataset.from_list(rows)
+"""
 GROUP = """\
 group: geography
 task: [capitals, countries]

@@ -12,7 +12,7 @@ import pytest
 from fsdp_shard.config import EvaluateConfig, compose_jobs
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import install_command
-from tests.evaluation.harness_tasks import CAPITALS, CHOICE, GROUP, PROSE, WORDS, needs_harness
+from tests.evaluation.harness_tasks import CAPITALS, CHOICE, GROUP, PROSE, SHUFFLE, SHUFFLED, WORDS, needs_harness
 from tests.support.runs import run_recipe
 
 
@@ -23,7 +23,8 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = [capital for _, capital in CAPITALS]
     rows = [{"country": country, "choices": names, "label": label} for label, (country, _) in enumerate(CAPITALS)]
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, text in {"capitals": CHOICE, "countries": PROSE, "words": WORDS}.items():
+    (directory / "shuffle.py").write_text(SHUFFLE)
+    for name, text in {"capitals": CHOICE, "countries": PROSE, "shuffled": SHUFFLED, "words": WORDS}.items():
         (directory / f"{name}.yaml").write_text(text.format(rows=directory / "rows.jsonl"))
     (directory / "geography.yaml").write_text(GROUP)
     return directory
@@ -70,11 +71,23 @@ def test_figures_are_those_of_the_harness(tiny_model: Path, tasks: Path, tmp_pat
 
 @needs_harness
 @pytest.mark.filterwarnings("default")
+def test_a_task_that_shuffles_its_answers(tiny_model: Path, tasks: Path, tmp_path: Path) -> None:
+    settings = ("task=lm_eval", f"lm_eval.include_path={tasks}", f"checkpoint={tiny_model}", "lm_eval.tasks=shuffled")
+    ended = run_recipe("evaluate", tmp_path / "run", *settings, "lm_eval.save_samples=true")
+    assert ended.status == 0, ended.err
+    found = [json.loads(line) for line in (tmp_path / "run" / "samples" / "shuffled.jsonl").read_text().splitlines()]
+    expected = by_the_harness(tiny_model, tasks, ["shuffled"])["samples"]["shuffled"]
+    assert [row["doc"] for row in found] == [row["doc"] for row in sorted(expected, key=lambda row: row["doc_id"])]
+
+
+@needs_harness
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["lm_eval.tasks=capitels"], "there is no task capitels (did you mean capitals?)"),
         (["lm_eval.tasks=capitals", "lm_eval.chat_template=true"], "tokenizer has no chat template"),
+        (["lm_eval.tasks=shuffled", "lm_eval.num_fewshot=5"], "lm_eval.num_fewshot=5 has no effect on shuffled"),
         (
             ["lm_eval.tasks=capitals", "lm_eval.include_path=/nowhere"],
             "lm_eval.include_path=/nowhere is not a directory",
