@@ -22,7 +22,7 @@ from fsdp_shard.cli.error_file import remove_error, write_error
 from fsdp_shard.cli.exit import print_error, run_as_program, start_garbage_collection, wants_debug
 from fsdp_shard.cli.machine_check import MachineCheck
 from fsdp_shard.cli.sweep_table import refuse_other_sweep, refuse_shared, sweep_table, varied_settings
-from fsdp_shard.distributed import check_machine, is_joined_rank, joined_rank, launch
+from fsdp_shard.distributed import check_machine, is_joined_rank, joined_rank, launch, may_restart
 from fsdp_shard.errors import ConfigError, FsdpShardError, InputError, Interrupted, RunError
 from fsdp_shard.training import lock_directory
 from fsdp_shard.utils import RESULT, check_writable, first_line, is_out_of_memory, shipped_directory, warnings_of
@@ -233,6 +233,11 @@ def _check(recipe: Recipe[C], config: C) -> None:
     if config.kept_run_dir is not None:
         configs.refuse_nested(config)
         check_writable(config.run_dir, f"run_dir={config.run_dir}")
+    if config.takes_training_run and config.is_default_run_dir and may_restart(config.launch):
+        raise ConfigError(
+            "torchrun --max-restarts starts failed ranks again, and a run_dir named by date would be another one each "
+            "time, in which the run begins anew; set run_dir=DIRECTORY, in which it continues."
+        )
     recipe.check(config)
 
 

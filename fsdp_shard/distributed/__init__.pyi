@@ -60,4 +60,5 @@ from .started_ranks import (
     check_started as check_started,
     contradiction_of_srun as contradiction_of_srun,
     is_allocation_only as is_allocation_only,
+    may_restart as may_restart,
 )

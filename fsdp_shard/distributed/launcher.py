@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from fsdp_shard.distributed.agreement import common_settings, describe_other_setting
 from fsdp_shard.distributed.config import Launchable, LaunchConfig
 from fsdp_shard.distributed.hardware import can_bind_to_numa_nodes, count_gpus, num_cores
-from fsdp_shard.distributed.started_ranks import is_allocation_only, joins, number_in, slurm_variables
+from fsdp_shard.distributed.started_ranks import is_allocation_only, joins, number_in, refuse_mpi, slurm_variables
 from fsdp_shard.errors import ConfigError, RunError
 from fsdp_shard.utils import first_line, format_count, refuse_changed, set_environment
 
@@ -295,7 +295,7 @@ def num_local_ranks(settings: LaunchConfig) -> int:
 
 
 def check_machine(settings: LaunchConfig) -> None:
-    """Check that this machine has a GPU for each rank, where the ranks use GPUs.
+    """Check that this machine has a GPU for each rank, where the ranks use GPUs, and what has started this process.
 
     Args:
         settings: Ranks and device of the run.
@@ -308,6 +308,7 @@ def check_machine(settings: LaunchConfig) -> None:
         raise ConfigError(
             "launch.numa_binding=node has no effect without GPUs, to which processors are near; remove it."
         )
+    refuse_mpi(settings)
     _refuse_settings_of_others(settings)
     if settings.numa_binding == "node" and not can_bind_to_numa_nodes():
         raise ConfigError(
@@ -330,8 +331,10 @@ def check_machine(settings: LaunchConfig) -> None:
 def _refuse_settings_of_others(settings: LaunchConfig) -> None:
     """Raise ConfigError for settings of our launcher where it starts no ranks."""
     if is_joined := joins(settings, os.environ):
-        why = "has no effect on ranks that torchrun or srun has started; give it to these programs instead."
-        refuse_changed(settings, ("rendezvous", "max_restarts"), "launch.", why)
+        started = "has no effect on ranks that torchrun or srun has started"
+        refuse_changed(settings, ("max_restarts",), "launch.", f"{started}; give it to torchrun as --max-restarts.")
+        why = f"{started}; remove it (torchrun has --rdzv-endpoint, and srun starts a task for each rank)."
+        refuse_changed(settings, ("rendezvous",), "launch.", why)
         found = world_sizes(settings)[0], num_local_ranks(settings)
         if settings.ranks not in (1, *found):
             raise ConfigError(

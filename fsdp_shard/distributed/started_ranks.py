@@ -36,6 +36,26 @@ def _inside_srun(settings: LaunchConfig, environment: Mapping[str, str]) -> bool
     return number_in(environment, "SLURM_NTASKS", "1") > 1 and settings.ranks == settings.max_nodes == 1
 
 
+def may_restart(settings: LaunchConfig) -> bool:
+    """Return whether torchrun has started this process as a rank, and starts failed ranks again (--max-restarts)."""
+    return joins(settings, os.environ) and number_in(os.environ, "TORCHELASTIC_MAX_RESTARTS") > 0
+
+
+def refuse_mpi(settings: LaunchConfig) -> None:
+    """Raise ConfigError in one of several processes of mpirun, each of which would be a run of its own.
+
+    With `launch.nodes`, each of them starts the ranks of its machine.
+    """
+    for name in ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"):
+        num_processes = number_in(os.environ, name, "1")
+        if num_processes > 1 and settings.max_nodes == 1 and not joins(settings, os.environ):
+            raise ConfigError(
+                f"mpirun has started {num_processes} processes ({name}), and each would begin a run of its own; start "
+                f"ranks by launch.ranks={num_processes}, torchrun or srun, or set RANK, LOCAL_RANK, WORLD_SIZE, "
+                f"MASTER_ADDR and MASTER_PORT in each process."
+            )
+
+
 def check_started(settings: LaunchConfig, world_size: int) -> None:
     """Check that a rank runs among as many as its settings name; a recipe starts them, the stages of one do not.
 

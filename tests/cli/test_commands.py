@@ -356,6 +356,14 @@ def test_a_rank_that_is_no_number_is_reported(name: str, place: Path) -> None:
     assert f"{name}=x is not a number, as torchrun or srun sets it" in done.error
 
 
+def test_restarts_by_torchrun_need_a_run_dir(place: Path) -> None:
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    done = run([*FSDP_SHARD, "run", OWN_RECIPE, *_GIVEN], place, **torchrun, TORCHELASTIC_MAX_RESTARTS="3")
+    assert done.status == 2
+    assert "torchrun --max-restarts starts failed ranks again, and a run_dir named by date would be" in done.error
+    assert not (place / "outputs").exists()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rank_out_of_memory_says_what_needs_less(ranks: int, place: Path) -> None:

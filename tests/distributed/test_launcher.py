@@ -207,6 +207,17 @@ def test_more_ranks_than_gpus(
         check_machine(settings)
 
 
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_the_processes_of_mpirun_are_no_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(ConfigError, match=rf"mpirun has started 4 processes \({name}\), and each would begin a run"):
+        check_machine(LaunchConfig(device="cpu"))
+    check_machine(LaunchConfig(nodes="4", rendezvous="a:1", device="cpu"))  # each starts the ranks of its machine
+    for variable, value in (_TORCHRUN | {"WORLD_SIZE": "4"}).items():
+        monkeypatch.setenv(variable, value)
+    check_machine(LaunchConfig(device="cpu"))
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
