@@ -6,8 +6,11 @@ import json
 import math
 import os
 import shutil
+import sqlite3
+import subprocess
+import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +25,7 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, Interrupted, LossError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.training.config import TrainConfig
+from fsdp_shard.training.logging import trackers as trackers_module
 from fsdp_shard.training.logging.mfu import flops_per_token, num_matmul_params, trains_every_token
 from fsdp_shard.training.logging.profiler import StepProfiler
 from fsdp_shard.training.logging.trackers import Trackers, check_trackers, public_settings
@@ -114,6 +118,40 @@ def test_mlflow_has_one_run_of_a_resumed_one_and_how_it_ended(tmp_path: Path, mo
     with Trackers(["mlflow"], "project", tmp_path / "copy", {}, resumed_step=2):
         pass
     assert len(mlflow.search_runs(experiment_names=["project"], output_format="list")) == 2
+
+
+_LOG_TO_TRACKIO = """
+import sys
+from pathlib import Path
+from fsdp_shard.training.logging.trackers import Trackers
+
+first, second = (Path(sys.argv[1]) / sweep / "0" for sweep in ("a", "b"))
+for directory, resumed_step, steps in ((first, None, (1, 2)), (second, None, (1,)), (first, 2, (3,))):
+    directory.mkdir(parents=True, exist_ok=True)
+    with Trackers(["trackio"], "project", directory, {}, resumed_step=resumed_step) as found:
+        for step in steps:
+            found.log("train", {"step": step, "loss": 1.0})
+"""
+
+
+def test_trackio_continues_the_run_of_this_directory(tmp_path: Path) -> None:
+    """Although another directory of that name is newer, as in a second sweep."""
+    pytest.importorskip("trackio")
+    variables = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")}  # which it reads when it is imported
+    subprocess.run([sys.executable, "-c", _LOG_TO_TRACKIO, tmp_path], env=variables, check=True)
+    rows: list[tuple[str, int]] = []
+    for file in (tmp_path / "trackio").rglob("*.db"):
+        with closing(sqlite3.connect(file)) as database:
+            rows += database.execute("select run_id, step from metrics order by rowid")
+    assert [step for _, step in rows] == [1, 2, 1, 3]
+    assert rows[0][0] == rows[1][0] == rows[3][0] != rows[2][0]
+
+
+def test_wandb_uploads_no_command_with_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["fsdp-shard", "finetune", "data.path=https://a/b?X-Amz-Signature=abcdef"])
+    assert trackers_module._wandb_settings() == {"settings": {"x_disable_meta": True}}
+    monkeypatch.setattr(sys, "argv", ["fsdp-shard", "finetune", "data.path=https://a/b"])
+    assert trackers_module._wandb_settings() == {}
 
 
 def test_without_trackers_nothing_is_written(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ dropped, as training matters more. Each is configured by its own environment var
 
 import json
 import re
+import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -52,6 +54,8 @@ class _Kind(NamedTuple):
 
     Attributes:
         make: Makes it from `accelerate.tracking`, the project, the run directory, and what it continues.
+        begin: Called once it has started.
+        log: Logs figures at a step.
         run_id: Returns the id that it has given to the run; "" if it has none.
         fail: Ends it for a run that failed, or that was asked to stop.
         forbidden: Pattern of the characters that names of figures may not have.
@@ -60,6 +64,8 @@ class _Kind(NamedTuple):
     """
 
     make: Callable[[Any, str, Path, _Earlier], Any]
+    begin: Callable[[Any], object] = lambda tracker: None
+    log: Callable[[Any, dict[str, Any], int], object] = lambda tracker, figures, step: tracker.log(figures, step=step)
     run_id: Callable[[Any], str] = lambda tracker: ""
     fail: Callable[[Any, bool], None] = lambda tracker, is_stopped: tracker.finish()
     forbidden: str = ""
@@ -75,6 +81,12 @@ def _resume(earlier: _Earlier, **by_id: str) -> dict[str, Any]:
     return {} if earlier.run_id is None else {"resume": "allow", **by_id}
 
 
+def _wandb_settings() -> dict[str, Any]:
+    """Settings of wandb: its metadata has the command line, with which an address's signature would be uploaded."""
+    command = " ".join(sys.argv)
+    return {} if redact(command) == command else {"settings": {"x_disable_meta": True}}
+
+
 # A new tracker is an entry here and one in `TRACKERS` of `training/config.py`.
 _KINDS: Mapping[str, _Kind] = {
     "tensorboard": _Kind(
@@ -84,8 +96,15 @@ _KINDS: Mapping[str, _Kind] = {
     ),
     "wandb": _Kind(
         lambda library, project, run_dir, earlier: library.WandBTracker(
-            project, name=run_dir.name, dir=str(run_dir), **_resume(earlier, id=earlier.run_id or "")
+            project,
+            name=run_dir.name,
+            dir=str(run_dir),
+            **_resume(earlier, id=earlier.run_id or ""),
+            **_wandb_settings(),
         ),
+        # Its own steps only ascend: figures of steps that a resumed run trains again would be dropped.
+        begin=lambda tracker: tracker.run.define_metric("*", step_metric="step"),
+        log=lambda tracker, figures, step: tracker.log({**figures, "step": step}),
         run_id=lambda tracker: str(tracker.run.id),
         fail=lambda tracker, is_stopped: tracker.run.finish(exit_code=1),
     ),
@@ -101,7 +120,10 @@ _KINDS: Mapping[str, _Kind] = {
     ),
     "trackio": _Kind(
         lambda library, project, run_dir, earlier: library.TrackioTracker(
-            project, name=run_dir.name, **_resume(earlier)
+            # It resumes by name, and run directories of one name may be of several runs, such as 0 of each sweep.
+            project,
+            name=earlier.run_id or f"{run_dir.name}-{uuid.uuid4().hex[:8]}",
+            **_resume(earlier),
         ),
         run_id=lambda tracker: str(tracker.run.name),
     ),
@@ -182,6 +204,7 @@ class Trackers:
         tracker.main_process_only = False  # this is rank 0; accelerate would find out for itself
         tracker.start()
         self._open[name] = tracker
+        _KINDS[name].begin(tracker)
         if run_id is None or _KINDS[name].takes_changed_settings:
             tracker.store_init_configuration(dict(self._settings))
 
@@ -196,6 +219,8 @@ class Trackers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for name, tracker in self._open.items():
+            if name in self._failed:
+                continue  # it may wait for a server that does not answer
             is_stopped = isinstance(error, Interrupted)
             self._try(name, tracker.finish if error is None else partial(_KINDS[name].fail, tracker, is_stopped))
         self._exit.close()
@@ -206,7 +231,11 @@ class Trackers:
         figures = {name: value for name, value in named if value is not None and name != f"{group}/step"}
         for name, tracker in self._open.items():
             if name not in self._failed:
-                self._try(name, partial(tracker.log, _accepted_figures(_KINDS[name], figures), step=row["step"]))
+                self._try(name, partial(self._log, name, tracker, figures, row["step"]))
+
+    def _log(self, name: str, tracker: Any, figures: Mapping[str, Any], step: int) -> None:
+        kind = _KINDS[name]
+        kind.log(tracker, _accepted_figures(kind, figures), step)
 
 
 def _accepted_figures(kind: _Kind, figures: Mapping[str, Any]) -> dict[str, Any]:
