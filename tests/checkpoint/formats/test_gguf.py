@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from fsdp_shard.checkpoint.location import open_checkpoint
+from fsdp_shard.checkpoint.location import locate, open_checkpoint
 from fsdp_shard.errors import CheckpointError, ModelError
 from fsdp_shard.models import gguf_model_files
 from tests.checkpoint.files import raw_bytes
@@ -36,6 +36,19 @@ def test_names_and_values_are_those_of_transformers(tmp_path: Path, architecture
         for name, parameter in expected.items():
             assert index.dtypes[name] == "F32"
             assert torch.equal(index.read(name), parameter), name
+
+
+def test_a_config_beside_the_file_is_not_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repositories of GGUF files often have one that only names the model type. transformers reads the file's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    path = write_gguf(tmp_path / "model" / "model.gguf", "llama", gguf.GGMLQuantizationType.F16)
+    (path.parent / "config.json").write_text('{"model_type": "llama", "rope_theta": 5}')
+    found = AutoConfig.from_pretrained(locate(path.parent).config_directory)
+    expected = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    assert (found.hidden_size, found.num_hidden_layers, found.rope_parameters) == (
+        expected.hidden_size, expected.num_hidden_layers, expected.rope_parameters,
+    )  # fmt: skip
 
 
 def test_parts_are_decoded_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
