@@ -14,6 +14,7 @@ from fsdp_shard.checkpoint import StepContent, StepStore, load_shards, open_chec
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import build_on_meta
+from fsdp_shard.models.transformers_private import follows_plans_by_fqn
 from fsdp_shard.sharding import check_ranks, check_shardable, tensor_parallel
 from fsdp_shard.sharding.registry import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.utils import check
@@ -37,6 +38,7 @@ SETTINGS = [
 def config(**settings: Any) -> Any:
     """The tiny Llama with heads that two ranks can share; the sizes of its matrices are uneven."""
     found = llama_config()
+    found.vocab_size += not follows_plans_by_fqn()  # transformers before 5.23 cannot gather uneven outputs
     for name, value in ({"num_attention_heads": 6, "num_key_value_heads": 2} | settings).items():
         setattr(found, name, value)
     return found

@@ -44,8 +44,10 @@ def differences_of_adapters(one: Location, two: Location) -> list[str]:
     """Return setting differences that make two adapters with equal matrices differ; none unless both are adapters."""
     if not (one.is_adapter and two.is_adapter):
         return []
-    lines = setting_differences(peft.read_adapter_config(one.weights), peft.read_adapter_config(two.weights))
-    lines += _targets_of_one(one.index, two.index)
+    first, second = (peft.read_adapter_config(each.weights) for each in (one, two))
+    lines = setting_differences(first, second)
+    if first != second:
+        lines += _targets_of_one(one.index, two.index)
     where = f"{one.weights / peft.ADAPTER_CONFIG} and {two.weights / peft.ADAPTER_CONFIG}"
     return [f"{where} differ: {line}." for line in lines]
 
