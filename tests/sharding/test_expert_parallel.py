@@ -17,8 +17,7 @@ from fsdp_shard.checkpoint import StepContent, StepStore, locate, open_checkpoin
 from fsdp_shard.data import ShuffledDataset, WindowDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models import ModelConfig, build_on_meta
-from fsdp_shard.models.transformers_private import follows_plans_by_fqn
+from fsdp_shard.models import ModelConfig, build_on_meta, follows_plans_by_fqn
 from fsdp_shard.sharding import check_ranks, check_shardable
 from fsdp_shard.sharding.registry import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.training import (

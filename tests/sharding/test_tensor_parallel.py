@@ -13,8 +13,7 @@ from transformers import GPT2Config, LlamaForCausalLM, MixtralConfig, PhiConfig
 from fsdp_shard.checkpoint import StepContent, StepStore, load_shards, open_checkpoint, save_step, verify
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models import build_on_meta
-from fsdp_shard.models.transformers_private import follows_plans_by_fqn
+from fsdp_shard.models import build_on_meta, follows_plans_by_fqn
 from fsdp_shard.sharding import check_ranks, check_shardable, tensor_parallel
 from fsdp_shard.sharding.registry import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.utils import check
