@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # The format name, defined here so that comparing a checkpoint's format imports nothing else.
 GGUF_FORMAT = "gguf"
-_VERSION = 3  # changes with the content of the files
+_VERSION = 4  # changes with the content of the files
 _TIMES = 4  # as long as other work on as many bytes: transformers needs 5 s for a megabyte of tokens
 _SCALING = ("type", "factor", "original_context_length", "finetuned")  # the keys that are supported, or have no effect
 
@@ -109,11 +109,13 @@ def _rope_scaling(file: Path, config: PretrainedConfig) -> dict[str, Any]:
 
     scaling = f"{value('general.architecture')}.rope.scaling"
     factors = next((tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight"), None)
-    kind = value(f"{scaling}.type")
+    kind = value(f"{scaling}.type") or "linear"  # llama.cpp's default
     if factors is not None and (factors != 1).any():
         return _llama3_scaling(file, factors, config)
     factor, original = value(f"{scaling}.factor"), value(f"{scaling}.original_context_length")
-    if kind in (None, "none") or (kind == "linear" and not factor):  # llama.cpp reads 0 as 1
+    if factor is None:
+        factor = value(f"{scaling.removesuffix('scaling')}scale_linear")  # its name in early files
+    if kind == "none" or (kind == "linear" and not factor):  # llama.cpp reads 0 as 1
         return {}
     others = {key for key in reader.fields if key.startswith(f"{scaling}.")} - {f"{scaling}.{key}" for key in _SCALING}
     if kind == "linear" and not others:

@@ -113,6 +113,18 @@ def test_long_rotary_frequencies_are_those_of_the_file(tmp_path: Path, monkeypat
     found = LlamaConfig.from_pretrained(gguf_model_files(write_gguf(tmp_path / "d.gguf", "llama", kind, values=one)))
     rope = found.rope_parameters
     assert rope["rope_type"] == "default"
+    for number, key in enumerate(("rope.scaling.factor", "rope.scale_linear")):  # llama.cpp's default type
+        path = write_gguf(tmp_path / f"{number}.gguf", "llama", kind, values={f"llama.{key}": (4.0, f32)})
+        rope = LlamaConfig.from_pretrained(gguf_model_files(path)).rope_parameters
+        assert (rope["rope_type"], rope["factor"]) == ("linear", 4.0)
+    both = {"llama.rope.scaling.factor": (2.0, f32), "llama.rope.scale_linear": (4.0, f32)}
+    path = write_gguf(tmp_path / "both.gguf", "llama", kind, values=both)
+    rope = LlamaConfig.from_pretrained(gguf_model_files(path)).rope_parameters
+    assert (rope["rope_type"], rope["factor"]) == ("linear", 2.0)
+    none = {"llama.rope.scaling.type": ("none", text), "llama.rope.scale_linear": (4.0, f32)}
+    path = write_gguf(tmp_path / "none.gguf", "llama", kind, values=none)
+    rope = LlamaConfig.from_pretrained(gguf_model_files(path)).rope_parameters
+    assert rope["rope_type"] == "default"
     path = write_gguf(
         tmp_path / "e.gguf", "llama", kind, values=scaled | {"llama.rope.scaling.attn_factor": (0.5, f32)}
     )
