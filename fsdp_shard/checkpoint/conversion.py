@@ -18,6 +18,7 @@ from fsdp_shard.checkpoint.conversion_checks import (
     check_target,
     refuse_cast,
     refuse_part,
+    refuse_plain_config,
     refuse_undecodable,
 )
 from fsdp_shard.checkpoint.digests import record_file, record_plan, record_tensor
@@ -225,6 +226,7 @@ def _check_source_and_target(settings: ConvertSettings, source: Location, index:
     target = Path(settings.target).expanduser().absolute()
     refuse_part(index)
     refuse_undecodable(index)
+    refuse_plain_config(index, settings.config)
     check_target(target, index, source.model_files if settings.overwrite else None)
 
 

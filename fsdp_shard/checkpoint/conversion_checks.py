@@ -8,8 +8,13 @@ from fsdp_shard.checkpoint.formats.registry import recognize
 from fsdp_shard.checkpoint.formats.several_files import num_files
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import atomicity
-from fsdp_shard.checkpoint.keys.quantized_weights import DEQUANTIZED, configured_quantization, quantization
-from fsdp_shard.checkpoint.model_files import list_files
+from fsdp_shard.checkpoint.keys.quantized_weights import (
+    DEQUANTIZED,
+    configured_quantization,
+    quantization,
+    quantization_settings,
+)
+from fsdp_shard.checkpoint.model_files import has_quantization_file, list_files, read_config
 from fsdp_shard.checkpoint.open import open_weights
 from fsdp_shard.checkpoint.steps.file_plan import DCP_METADATA, INDEX_FILE
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST
@@ -47,6 +52,19 @@ def refuse_cast(index: TensorIndex, dtype: str) -> None:
             f"{index.path} is quantized ({method}), and dtype={dtype} would cast its scales or what they are "
             f"computed from, and so change its weights; remove dtype to keep them as they are, or "
             + ("add dequantize=true." if method in DEQUANTIZED else "give the model that it was made from.")
+        )
+
+
+def refuse_plain_config(index: TensorIndex, config: str | None) -> None:
+    """Refuse a passed config that does not say that the weights are quantized: they would be read as plain numbers."""
+    directory = index.model_directory
+    if config is None or (method := quantization(index)) is None:
+        return
+    is_said = quantization_settings(directory) or read_config(directory).get("quantization")  # MLX's name
+    if not is_said and not has_quantization_file(directory):
+        raise CheckpointError(
+            f"{index.path} is quantized ({method}), and config={config} has no quantization_config that says so; give "
+            f"a config that has it" + (", or add dequantize=true." if method in DEQUANTIZED else ".")
         )
 
 

@@ -84,6 +84,11 @@ def list_files(root: Path) -> list[str]:
     return sorted(names)
 
 
+def has_quantization_file(root: Path) -> bool:
+    """Return whether a directory has a file that describes quantized weights, besides config.json."""
+    return any(has_file(root, name) for name in _QUANTIZATION)
+
+
 def list_model_files(root: Path) -> dict[str, Path]:
     """Find the model files in a directory; without a config.json, only those of a tokenizer.
 

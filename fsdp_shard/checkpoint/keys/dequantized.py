@@ -14,8 +14,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import find_torch_name, itemsize, to_torch
-from fsdp_shard.checkpoint.keys.quantized_weights import DEQUANTIZED, quantization, quantization_settings
+from fsdp_shard.checkpoint.io import find_torch_name, itemsize, kind_of, to_torch
+from fsdp_shard.checkpoint.keys.quantized_weights import (
+    DEQUANTIZED,
+    FLOAT8,
+    IS_DEQUANTIZED,
+    quantization,
+    quantization_settings,
+    scales_beside,
+)
 from fsdp_shard.checkpoint.model_files import CONFIG, read_config
 from fsdp_shard.checkpoint.tensor_entry import TensorEntry
 from fsdp_shard.errors import CheckpointError
@@ -24,10 +31,14 @@ if TYPE_CHECKING:
     import torch
 
 _SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
-_FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
+# What may lie beside the scale of an fp8 weight: the scales of a layer's inputs and outputs, which only a quantized
+# layer rounds, and the weight's own under another name. transformers does not read them either.
+_OTHER_SCALES = ("activation_scale", "input_scale", "output_scale", "weight_scale")
+_PLAIN = frozenset({"BF16", "F16", "F32"})
 _SCALE_DTYPES = frozenset({"F32", "BF16", "F16", "F8_E8M0", "U8"})
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _MXFP4_BLOCK = (16, 32)  # bytes and elements of a block
+_ADVICE = "give the model that it was made from, or one that transformers has dequantized and saved"
 _NUM_EXPERTS_KEPT = 4  # two threads read neighboring ranges, each of which may lie in two experts
 
 
@@ -36,10 +47,10 @@ def dequantize(index: TensorIndex, dtype: str | None) -> TensorIndex:
 
     Args:
         index: Weights in fp8 with block scales, or in MXFP4.
-        dtype: safetensors name of the new dtype; None: that in config.json, else BF16.
+        dtype: safetensors name of the new dtype; None: that in config.json, else that of the weights in floating point.
 
     Raises:
-        CheckpointError: The weights are not quantized by either method, or scales do not fit their weights.
+        CheckpointError: Weights are not quantized by either method, or scales do not fit their weights.
     """
     method = quantization(index)
     if method not in DEQUANTIZED:
@@ -48,28 +59,54 @@ def dequantize(index: TensorIndex, dtype: str | None) -> TensorIndex:
             f"{index.path} {found}, and dequantize=true is for weights in {' or '.join(sorted(DEQUANTIZED))}; remove "
             f"it, or give the model that it was made from."
         )
-    make = _Dequantization(index, dtype or _configured_dtype(index))
+    make = _Dequantization(index, dtype or _default_dtype(index))
     tensors = {name: entry for name, entry in index.tensors.items() if not name.endswith((_SCALE, _BLOCKS))}
     for name in index.names:
         if name.endswith(_SCALE):
             weight = name.removesuffix(_SCALE)
-            tensors.pop(f"{weight.removesuffix('weight')}activation_scale", None)
+            start = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}_"
+            for other in _OTHER_SCALES:
+                tensors.pop(f"{start}{other}", None)
             tensors[weight] = make.fp8(weight)
         elif name.endswith(_BLOCKS):
             weight = name.removesuffix(_BLOCKS)
             tensors.pop(weight + _SCALES, None)
             tensors[weight] = make.mxfp4(weight)
-    left = next((name for name, entry in tensors.items() if entry.dtype in _FP8 and len(entry.shape) > 1), None)
-    if left is not None:
+    dequantized = replace(index, tensors=tensors, parts=(index,), metadata={**index.metadata, IS_DEQUANTIZED: True})
+    _refuse_left(dequantized)
+    if not any(name.endswith((_SCALE, _BLOCKS)) for name in index.names):
+        example = next((name for name, entry in tensors.items() if kind_of(entry.dtype) == "integer"), index.names[0])
+        raise CheckpointError(
+            f"{index.path} is quantized by {method}, but no scales are named {_SCALE} and no codes {_BLOCKS}, so it is "
+            f"not known how to dequantize it ({example} is {tensors[example].dtype}); {_ADVICE}."
+        )
+    return dequantized
+
+
+def _refuse_left(index: TensorIndex) -> None:
+    """Refuse a model of which weights remain quantized, by another method or under other names."""
+    tensors = index.tensors
+    matrices = {name: entry.dtype for name, entry in tensors.items() if len(entry.shape) > 1}
+    if (left := next((name for name, dtype in matrices.items() if dtype in FLOAT8), None)) is not None:
         raise CheckpointError(f"{index.path}: {left} is {tensors[left].dtype}, but there is no {left}{_SCALE} for it.")
-    return replace(index, tensors=tensors, parts=(index,))
+    beside = scales_beside(index, {dtype for dtype in matrices.values() if kind_of(dtype) == "integer"})
+    for left, scales in beside.items():
+        raise CheckpointError(
+            f"{index.path}: {left} is {tensors[left].dtype} with scales in {scales}, and dequantize=true is for "
+            f"weights in {' or '.join(sorted(DEQUANTIZED))}; {_ADVICE}."
+        )
 
 
-def _configured_dtype(index: TensorIndex) -> str:
+def _default_dtype(index: TensorIndex) -> str:
+    """Return the dtype that transformers takes: the config's, else that of the first tensor in floating point."""
     config = read_config(index.model_directory)
-    name = config.get("dtype", config.get("torch_dtype"))
-    found = find_torch_name(name) if isinstance(name, str) else None
-    return found if found in {"BF16", "F16", "F32"} else "BF16"
+    names = (config.get("dtype"), config.get("torch_dtype"))
+    found = next((find_torch_name(name) for name in names if isinstance(name, str)), None)
+    if found is not None and found in _PLAIN:
+        return found
+    plain = [entry for entry in index.tensors.values() if entry.dtype in _PLAIN and entry.num_bytes]
+    plain = [entry for entry in plain if not entry.name.endswith((_SCALE, *_OTHER_SCALES))]
+    return min(plain, key=lambda entry: (entry.pieces[0].file, entry.name)).dtype if plain else "BF16"
 
 
 class _Dequantization:
@@ -77,7 +114,9 @@ class _Dequantization:
 
     def __init__(self, index: TensorIndex, dtype: str) -> None:
         self._index, self._dtype = index, dtype
-        block = quantization_settings(index.model_directory).get("weight_block_size")
+        # Those of the source itself: `config=` may name another directory, which describes the result.
+        settings = quantization_settings(index.root) or quantization_settings(index.model_directory)
+        block = settings.get("weight_block_size")
         is_pair = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
         self._configured_block = tuple(block) if is_pair and block is not None else None
         self._expert = functools.lru_cache(maxsize=_NUM_EXPERTS_KEPT)(self._decode_expert)
@@ -85,7 +124,7 @@ class _Dequantization:
     def fp8(self, name: str) -> TensorEntry:
         """Return the entry of an fp8 weight [..., rows, columns], of which each block has a scale."""
         weight, scale = self._entry(name), self._entry(name + _SCALE)
-        if weight.dtype not in _FP8 or len(weight.shape) < 2 or scale.dtype not in _SCALE_DTYPES:
+        if weight.dtype not in FLOAT8 or len(weight.shape) < 2 or scale.dtype not in _SCALE_DTYPES:
             raise self._misfit(weight, scale)
         grid = scale.shape if math.prod(scale.shape) != 1 else (1,) * len(weight.shape)
         if len(grid) != len(weight.shape) or grid[:-2] != weight.shape[:-2] or 0 in grid:

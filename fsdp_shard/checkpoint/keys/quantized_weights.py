@@ -1,7 +1,7 @@
 """Detects quantized weights by the scales and codes stored with them. Imports no torch."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,18 @@ _MARKS = {
 }
 DEQUANTIZED = frozenset({"fp8", "mxfp4"})
 """The methods that `convert dequantize=true` supports."""
+IS_DEQUANTIZED = "is_dequantized"
+"""Set to True in the metadata of an index of dequantized weights: config.json still describes the stored ones."""
 
-_PACKED = frozenset({"U8", "I8", "I32", "F8_E4M3", "F8_E5M2"})
+FLOAT8 = frozenset({"F8_E4M3", "F8_E5M2"})
+_PACKED = FLOAT8 | {"U8", "I8", "I32"}
 # Codes of AQLM, HIGGS, SpQR and MLX; not a sign by themselves, since models have integer buffers.
 _WIDE_CODES = frozenset({"I16", "U16", "U32", "I64", "U64"})
 _POSITIONS = re.compile(r"position_ids$|position_index$")
+_UNKNOWN_FLOAT8 = "float8 of an unknown method"
+# The ends of the names of scales and codes. What precedes them is equal for both, as in x.weight_packed and x.scales.
+_OF_SCALES = re.compile(r"(?:[._]+weight)?[._]+(?:q?scales?(?:_inv|_weight)?|scaler|absmax|SCB)$")
+_OF_CODES = re.compile(r"(?:[._]+(?:q?weight|packed|codes|W_q|data|blocks))+$")
 # Methods that quantize in each forward pass if the config has one of these entries; the stored weights are plain.
 _IN_FORWARD: dict[str, dict[str, Any]] = {
     "bitnet": {"linear_class": "autobitlinear", "quantization_mode": "online"},
@@ -49,6 +56,8 @@ def quantization(index: TensorIndex) -> str | None:
     except CheckpointError:  # code that needs the config reports its errors; the weights can be read without it
         settings = {}
     configured = _method(settings)
+    if index.metadata.get(IS_DEQUANTIZED) is True:
+        return None
     names = "\n".join(index.names)
     marks = [method for method, mark in _MARKS.items() if re.search(mark, names, re.MULTILINE)]
     if "mxfp4" in marks and not re.search("_scales$", names, re.MULTILINE):
@@ -56,13 +65,23 @@ def quantization(index: TensorIndex) -> str | None:
     matrices = [entry for entry in index.tensors.values() if len(entry.shape) > 1]
     if any(entry.dtype == "U32" and _scales_of(entry.name) in index.tensors for entry in matrices):
         marks.append("mlx")
-    codes = _PACKED | (_WIDE_CODES if configured else frozenset())
+    if not marks and any(entry.dtype in FLOAT8 for entry in matrices) and scales_beside(index, FLOAT8):
+        marks.append(_UNKNOWN_FLOAT8)
+    codes = _PACKED | (_WIDE_CODES if configured and configured not in DEQUANTIZED else frozenset())
     is_packed = any(entry.dtype in codes and not _POSITIONS.search(entry.name) for entry in matrices)
     entries = _IN_FORWARD.get(configured or "", {})
     is_in_forward = any(settings.get(key) == value for key, value in entries.items())
     if not marks and not is_packed and not is_in_forward:
         return None
     return configured or next(iter(marks), None)
+
+
+def scales_beside(index: TensorIndex, dtypes: Collection[str]) -> dict[str, str]:
+    """Return the scales that are stored beside matrices of some dtypes, by any method's names: {matrix: scales}."""
+    matrices = [name for name, entry in index.tensors.items() if entry.dtype in dtypes and len(entry.shape) > 1]
+    scales = {_OF_SCALES.sub("", name): name for name in index.names if _OF_SCALES.search(name)} if matrices else {}
+    stems = {name: _OF_CODES.sub("", name) for name in matrices}
+    return {name: scales[stem] for name, stem in stems.items() if stem in scales}
 
 
 def configured_quantization(directory: Path) -> str | None:

@@ -259,3 +259,146 @@ def test_what_cannot_be_dequantized(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"x\.weight holds values that are too large for float16"):
         convert(source, tmp_path / "target", dequantize=True, dtype="float16")
     assert not (tmp_path / "target").exists()
+
+
+WEIGHT = "model.layers.0.self_attn.o_proj.weight"
+
+
+def changed(source: Path, tensors: Tensors, entries: dict[str, Any] | None = None) -> Path:
+    """Add tensors to a model, and entries to its config, where None removes one."""
+    stored = load_file(source / "model.safetensors") | tensors
+    save_file(stored, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text()) | (entries or {})
+    (source / "config.json").write_text(json.dumps(config))
+    return source
+
+
+@pytest.mark.filterwarnings("ignore:.*left out model.tid2eid")
+@pytest.mark.parametrize(
+    "added",
+    [
+        {"model.tid2eid": torch.arange(8).view(2, 4)},  # DeepSeek-V4 has such a table
+        {"model.tid2eid": torch.arange(8, dtype=torch.int32).view(2, 4)},
+        {f"{WEIGHT}_scale": torch.ones(4, 2)},
+    ],
+    ids=["int64", "int32", "weight_scale"],
+)
+def test_the_result_is_labeled_plain(added: Tensors, tmp_path: Path) -> None:
+    source, target = changed(fp8_model(tmp_path), added), tmp_path / "target"
+    convert(source, target, dequantize=True, dtype="float32")
+    config = json.loads((target / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["dtype"] == "float32"
+    expected = AutoModelForCausalLM.from_pretrained(source, dtype="float32").state_dict()
+    found = load_dispatched(target, device_map="cpu").state_dict()
+    assert all(torch.equal(tensor, expected[name].float()) for name, tensor in found.items())
+    kept = load_file(target / "model.safetensors")
+    assert all(torch.equal(kept[name], tensor) for name, tensor in added.items() if name.endswith("tid2eid"))
+
+
+@pytest.mark.filterwarnings("ignore:.*left out model.tid2eid")
+def test_a_table_of_integers_is_not_quantized(tmp_path: Path) -> None:
+    """A config that was left behind names a method, and no tensor is of it."""
+    tensors = plain(deepseek(), tmp_path / "plain") | {"model.tid2eid": torch.arange(8).view(2, 4)}
+    source = write(tmp_path / "model", deepseek(), tensors, {"quant_method": "fp8"})
+    load_dispatched(source, device_map="cpu")
+    with pytest.raises(CheckpointError, match="is not quantized, and dequantize=true"):
+        convert(source, tmp_path / "target", dequantize=True)
+
+
+def test_scales_of_inputs_and_outputs_are_dropped(tmp_path: Path) -> None:
+    """transformers, too, does not read them when it dequantizes."""
+    scales = ("activation_scale", "input_scale", "output_scale")
+    added = {WEIGHT.removesuffix("weight") + name: torch.tensor(0.5) for name in scales}
+    source, target = changed(fp8_model(tmp_path), added), tmp_path / "target"
+    convert(source, target, dequantize=True)
+    assert not added.keys() & load_file(target / "model.safetensors").keys()
+    expected = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    batch = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(load_dispatched(target, device_map="cpu")(batch).logits, expected(batch).logits)
+
+
+def test_the_scale_of_the_inputs_of_experts_is_dropped(tmp_path: Path) -> None:
+    weight, name = (torch.randn(3, 32, 64) * 10).to(torch.float8_e4m3fn), "model.layers.0.mlp.experts.gate_up_proj"
+    tensors = {name: weight, f"{name}_scale_inv": torch.rand(3, 1, 1), f"{name}_activation_scale": torch.ones(3)}
+    settings = {"quant_method": "fp8", "weight_block_size": None}
+    convert(write(tmp_path / "model", deepseek(), tensors, settings), tmp_path / "target", dequantize=True)
+    found = load_file(tmp_path / "target" / "model.safetensors")
+    assert found.keys() == {name}
+    expected = weight.double() * tensors[f"{name}_scale_inv"].double()
+    assert torch.equal(found[name], expected.float().bfloat16())
+
+
+OTHER_FORMS: dict[str, tuple[str, Tensors, str]] = {
+    "fp4": (
+        "fp8",
+        {"x.weight": torch.ones(32, 16, dtype=torch.int8), "x.scale": torch.ones(32, 1)},
+        r"x\.weight is I8 with scales in x\.scale",
+    ),
+    "int8": (
+        "fp8",
+        {"x.weight": torch.ones(32, 16, dtype=torch.int8), "x.SCB": torch.ones(32)},
+        r"x\.weight is I8 with scales in x\.SCB",
+    ),
+    "packed": (
+        "mxfp4",
+        {"x.weight_packed": torch.ones(32, 4, dtype=torch.int32), "x.weight_scale": torch.ones(32, 1)},
+        r"x\.weight_packed is I32 with scales in x\.weight_scale",
+    ),
+    "a part": (
+        "fp8",
+        {
+            "x.weight": torch.ones(32, 16, dtype=torch.int8),
+            "x.scale": torch.ones(32, 1),
+            "y.weight": torch.ones(16, 32).to(torch.float8_e4m3fn),
+            "y.weight_scale_inv": torch.ones(1, 1),
+        },
+        r"x\.weight is I8 with scales in x\.scale",
+    ),
+    "unknown scales": (
+        "fp8",
+        {"x.weight": torch.ones(32, 16, dtype=torch.int8), "x.range": torch.ones(32)},
+        r"no scales are named _scale_inv and no codes _blocks.*x\.weight is I8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FORMS)
+def test_another_form_is_not_passed_on_as_dequantized(name: str, tmp_path: Path) -> None:
+    method, tensors, message = OTHER_FORMS[name]
+    settings = {"quant_method": method, "weight_block_size": list(BLOCK)}
+    source = write(tmp_path / "model", deepseek(), tensors, settings)
+    with pytest.raises(CheckpointError, match=message):
+        convert(source, tmp_path / "target", dequantize=True)
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entries", [{}, {"torch_dtype": "float16"}])
+def test_the_dtype_without_one_in_the_config(entries: dict[str, str], stored: torch.dtype, tmp_path: Path) -> None:
+    source = fp8_model(tmp_path)
+    tensors = load_file(source / "model.safetensors")
+    cast = {name: tensor.to(stored) for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16}
+    changed(source, cast, {"dtype": None} | entries)
+    convert(source, tmp_path / "target", dequantize=True)
+    expected = AutoModelForCausalLM.from_pretrained(source, dtype="auto").state_dict()
+    found = load_file(tmp_path / "target" / "model.safetensors")
+    assert found[WEIGHT].dtype == expected[WEIGHT].dtype
+    assert torch.equal(found[WEIGHT], expected[WEIGHT])
+
+
+@pytest.mark.parametrize("settings", [{}, {"quant_method": "fp8", "weight_block_size": [17, 32]}])
+def test_the_size_of_blocks_is_that_of_the_source_and_not_of_another_config(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Blocks of 17 rows would also fit the shapes of all weights and scales."""
+    source = fp8_model(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    config = json.loads(deepseek().to_json_string()) | ({"quantization_config": settings} if settings else {})
+    (other / "config.json").write_text(json.dumps(config))
+    convert(source, tmp_path / "expected", dequantize=True)
+    convert(source, tmp_path / "found", dequantize=True, config=other)
+    assert verify(tmp_path / "found", tmp_path / "expected").is_sound
+    assert "quantization_config" not in json.loads((tmp_path / "found" / "config.json").read_text())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from fsdp_shard.checkpoint import convert, locate, verify
@@ -213,6 +214,46 @@ def test_a_config_that_was_left_behind(tmp_path: Path) -> None:
     convert(write(tmp_path / "eight", cast), tmp_path / "other", dtype="bfloat16")
     with open_checkpoint(tmp_path / "other") as index:
         assert index.dtypes[f"{LINEAR}.weight"] == "F8_E4M3"
+
+
+@pytest.mark.parametrize("name", ["_scale", "_scales", "_weight_scale"])
+def test_float8_with_scales_is_quantized_without_a_config_that_says_so(name: str, tmp_path: Path) -> None:
+    """transformers keeps all experts of a layer in one parameter, which is no `.weight`."""
+    config = Qwen3MoeConfig(
+        hidden_size=32, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=257, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    tensors = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    tensors[experts] = tensors[experts].to(torch.float8_e4m3fn)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(config.to_json_string())
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    load_dispatched(tmp_path / "model", device_map="cpu")  # float8 alone is a dtype
+    tensors[experts + name] = torch.full((4, 1, 1), 0.5)
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"model is quantized \(float8 of an unknown method\), and only weights in"
+    ):
+        load_dispatched(tmp_path / "model", device_map="cpu")
+
+
+def test_a_passed_config_says_that_the_weights_are_quantized(tmp_path: Path) -> None:
+    """Without that, everybody would read the codes as plain numbers."""
+    source = write(tmp_path / "model", fp8, "fp8")
+    without, with_entry = (write(tmp_path / f"{method}", lambda tensors: None, method) for method in (None, "fp8"))
+    with pytest.raises(
+        CheckpointError, match=r"quantized \(fp8\), and config=.*None has no quantization_config.*dequant"
+    ):
+        convert(source, tmp_path / "target", config=without)
+    assert not (tmp_path / "target").exists()
+    convert(source, tmp_path / "kept", config=with_entry)
+    source = write(tmp_path / "gptq", METHODS["gptq"], "gptq")
+    with pytest.raises(
+        CheckpointError, match=r"quantized \(gptq\), and config=.* says so; give a config that has it\.$"
+    ):
+        convert(source, tmp_path / "target", config=without)
 
 
 def test_what_hqq_itself_writes_is_not_converted_without_its_numbers(tmp_path: Path) -> None:
