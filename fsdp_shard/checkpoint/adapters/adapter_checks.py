@@ -18,7 +18,7 @@ from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import kind_of
 from fsdp_shard.checkpoint.keys.lora_settings import LoraSettings, parse_lora
-from fsdp_shard.checkpoint.keys.quantized_weights import quantization, refuse_quantized
+from fsdp_shard.checkpoint.keys.quantized_weights import DEQUANTIZED, quantization, refuse_quantized
 from fsdp_shard.checkpoint.keys.wrapper_prefixes import ADAPTER, PEFT_PREFIX
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import format_count
@@ -29,6 +29,21 @@ _LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<factor>[AB])(?:
 _UNREAD_COPY = re.compile(r"\.(modules_to_save|original_module)\.(.*bias|weight$)")
 _TOKENS = re.compile(r"(?P<module>.+)\.token_adapter\.trainable_tokens_delta(?:\.default)?")
 _MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
+
+
+class QuantizedBaseError(CheckpointError):
+    """The weights that an adapter changes are quantized in its base."""
+
+    def __init__(self, adapter: TensorIndex, base: TensorIndex, method: str) -> None:
+        advice = (
+            f"dequantize it by fsdp-shard convert source={base.path} target=DIR dequantize=true, and give base=DIR"
+            if method in DEQUANTIZED
+            else "give base=DIR, the model that it was made from, or one that transformers has dequantized and saved"
+        )
+        super().__init__(
+            f"{adapter.root} is an adapter whose base {base.path} is quantized ({method}), and adapters are merged "
+            f"into weights in floating point only; {advice}."
+        )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.checkpoint.adapters.adapter_checks import (
     AdapterParts,
+    QuantizedBaseError,
     check_adapter,
     check_factors,
     is_unread_copy,
@@ -35,6 +36,7 @@ from fsdp_shard.checkpoint.keys.model_names import (
     names_of_files,
     names_of_model,
 )
+from fsdp_shard.checkpoint.keys.quantized_weights import quantization
 from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, has_same_bytes, stored_twice
 from fsdp_shard.checkpoint.model_files import read_config
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
@@ -69,6 +71,7 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
         The index of the merged model; its notes list what was dropped.
 
     Raises:
+        QuantizedBaseError: The base's weights that the adapter changes are quantized.
         CheckpointError: The adapter is not for this base, or it is neither LoRA nor DoRA.
     """
     settings, parts = check_adapter(adapter)
@@ -77,6 +80,24 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
         refuse_other_base(adapter.root, base, side, recorded)
         base = base if recorded.head is None else _without(base, recorded.head.replaced)
     has_new_head = recorded is not None and recorded.head is not None
+    try:
+        return _merged(adapter, base, side, settings, parts, has_new_head=has_new_head)
+    except CheckpointError as error:  # quantized weights have other names, shapes and dtypes
+        if (method := quantization(base)) is not None:
+            raise QuantizedBaseError(adapter, base, method) from error
+        raise
+
+
+def _merged(
+    adapter: TensorIndex,
+    base: TensorIndex,
+    side: Path,
+    settings: LoraSettings,
+    parts: AdapterParts,
+    *,
+    has_new_head: bool,
+) -> TensorIndex:
+    """Return the index of the merged model; see `merge_adapter`."""
     names = _names(adapter, base, side, settings, parts, has_new_head=has_new_head)
     merge = _Merge(adapter, base, side, settings, parts, names, has_new_head)
     targets = {module: factors for module, factors in parts.factors.items() if merge.is_target(module)}
@@ -99,6 +120,8 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
         notes.append(_left_out(adapter, unused))
     if not entries:
         raise CheckpointError(f"{notes[-1]} Nothing of it is left.")
+    if unused and settings.is_all_linear and (method := quantization(base)) is not None:
+        raise QuantizedBaseError(adapter, base, method)  # no matrices show that its layers are linear
     return replace(
         base,
         format=peft.NAME,

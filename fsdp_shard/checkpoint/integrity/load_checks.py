@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.checkpoint.adapters.adapter_checks import check_adapter
+from fsdp_shard.checkpoint.adapters.adapter_checks import QuantizedBaseError, check_adapter
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.scan import scan
@@ -119,6 +119,8 @@ def compare_with_base(location: Location, index: TensorIndex) -> tuple[list[Prob
             changed = [name for name, entry in merged.tensors.items() if location.base.index.tensors.get(name) != entry]
             scan(merged, (), changed)
             found, notes = compare_with_config(merged, location.expected_config_directory)
+    except QuantizedBaseError as error:
+        return [], [f"not compared with its base model: {error}"]
     except (InputError, OSError) as error:
         return [Problem(str(error))], []
     return problems + found, notes

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
@@ -18,8 +19,9 @@ from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.cli import run_command
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.inference import load_dispatched
+from tests.checkpoint.keys.peft_adapters import assert_same, by_peft, edit, save
 from tests.support.runs import run_recipe
-from tests.support.tiny import byte_tokenizer, llama, llama_config
+from tests.support.tiny import byte_tokenizer, llama, llama_config, save_adapter
 
 Tensors = dict[str, torch.Tensor]
 LINEAR = "model.layers.0.mlp.down_proj"
@@ -254,6 +256,51 @@ def test_a_passed_config_says_that_the_weights_are_quantized(tmp_path: Path) -> 
         CheckpointError, match=r"quantized \(gptq\), and config=.* says so; give a config that has it\.$"
     ):
         convert(source, tmp_path / "target", config=without)
+
+
+@pytest.mark.parametrize("modules", [["q_proj", "down_proj"], "all-linear"])
+@pytest.mark.parametrize("method", METHODS)
+def test_an_adapter_of_a_quantized_base(method: str, modules: str | list[str], tmp_path: Path) -> None:
+    """It is not wrong, but only weights in floating point can be changed by it."""
+    base = write(tmp_path / "base", METHODS[method], method)
+    adapter, plain = tmp_path / "adapter", write(tmp_path / "plain", lambda tensors: None)
+    save(AutoModelForCausalLM.from_pretrained(plain), {"target_modules": modules}, adapter)
+    edit(adapter, {"base_model_name_or_path": str(base)}, None)
+    advice = (
+        rf"convert source={base} target=DIR dequantize=true" if method in ("fp8", "mxfp4") else "give base=DIR, the"
+    )
+    message = rf"adapter is an adapter whose base {base} is quantized \({method}\), and .*{advice}"
+    with pytest.raises(CheckpointError, match=message):
+        convert(adapter, tmp_path / "target")
+    with pytest.raises(CheckpointError, match=message):
+        load_dispatched(adapter, device_map="cpu")
+    report = verify(adapter)
+    assert report.is_sound
+    assert re.search(f"not compared with its base model: .*{message}", report.notes[0])
+    convert(adapter, tmp_path / "merged", base=plain)
+
+
+def test_an_adapter_of_a_plain_base_whose_config_names_a_method(tmp_path: Path) -> None:
+    base = write(tmp_path / "base", lambda tensors: None, "bitsandbytes")
+    adapter = save_adapter(tmp_path / "adapter", write(tmp_path / "plain", lambda tensors: None))
+    convert(adapter, tmp_path / "expected")
+    edit(adapter, {"base_model_name_or_path": str(base)}, None)
+    assert verify(adapter).notes == ()
+    convert(adapter, tmp_path / "found")
+    assert verify(tmp_path / "found", tmp_path / "expected").is_sound
+
+
+def test_an_adapter_of_the_layers_that_are_not_quantized(tmp_path: Path) -> None:
+    """As the attention of gpt-oss, of which only the experts are quantized."""
+    base = write(tmp_path / "base", METHODS["mxfp4"], "mxfp4")
+    plain = write(tmp_path / "plain", lambda tensors: None)
+    save(AutoModelForCausalLM.from_pretrained(plain), {"target_modules": ["q_proj"]}, tmp_path / "adapter")
+    edit(tmp_path / "adapter", {"base_model_name_or_path": str(base)}, None)
+    convert(tmp_path / "adapter", tmp_path / "target")
+    found, expected = load_file(tmp_path / "target/model.safetensors"), by_peft(tmp_path / "adapter", plain)
+    changed = [name for name in found if name.endswith("q_proj.weight")]
+    assert_same({name: found[name] for name in changed}, {name: expected[name] for name in changed})
+    assert found.keys() == load_file(base / "model.safetensors").keys()
 
 
 def test_what_hqq_itself_writes_is_not_converted_without_its_numbers(tmp_path: Path) -> None:
