@@ -83,9 +83,9 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
     try:
         return _merged(adapter, base, side, settings, parts, has_new_head=has_new_head)
     except CheckpointError as error:  # quantized weights have other names, shapes and dtypes
-        if (method := quantization(base)) is not None:
-            raise QuantizedBaseError(adapter, base, method) from error
-        raise
+        if (method := quantization(base)) is None or _are_plain(base, settings, parts):
+            raise
+        raise QuantizedBaseError(adapter, base, method) from error
 
 
 def _merged(
@@ -163,6 +163,16 @@ def _names(
                 f"{settings.path}: target_parameters needs the base model's class, which cannot be built: {error}"
             ) from error
         return names  # the error then names the missing tensors
+
+
+def _are_plain(base: TensorIndex, settings: LoraSettings, parts: AdapterParts) -> bool:
+    """Return whether the matrices that an adapter changes are stored in floating point, each under its own name."""
+    names = names_of_files(base)
+    for module in (*parts.factors, *parts.tokens):
+        found = [base.tensors.get(name) for name in _find(names, f"{module}.weight")]
+        if len(found) != 1 or found[0] is None or found[0].dtype not in CASTABLE:
+            return False
+    return not settings.parameters
 
 
 def _in_base(fqn: str) -> str:

@@ -301,6 +301,9 @@ def test_an_adapter_of_the_layers_that_are_not_quantized(tmp_path: Path) -> None
     changed = [name for name in found if name.endswith("q_proj.weight")]
     assert_same({name: found[name] for name in changed}, {name: expected[name] for name in changed})
     assert found.keys() == load_file(base / "model.safetensors").keys()
+    edit(tmp_path / "adapter", {}, lambda tensors: {name: tensor[:, :5] for name, tensor in tensors.items()})
+    with pytest.raises(CheckpointError, match=r"q_proj has shape .*it is an adapter of another model"):
+        convert(tmp_path / "adapter", tmp_path / "other")
 
 
 def test_what_hqq_itself_writes_is_not_converted_without_its_numbers(tmp_path: Path) -> None:
