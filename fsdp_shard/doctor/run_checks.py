@@ -69,7 +69,7 @@ def check_run_directory(config: FinetuneConfig) -> Iterator[Finding]:
     if training.is_finished(step, run_dir, train):
         yield warning(training.describe_finished(config, step))
     else:
-        training.check_optimizer(step)
+        training.check_optimizer(step, config.optim)
         current = training.read_trainer(step).step
         end = train.num_steps if train.epochs is None else f"train.epochs={train.epochs:g}"
         yield ok(f"run_dir={run_dir}: the run resumes from {step}, at step {current} of {end}")

@@ -156,7 +156,7 @@ def _find_resumed(config: FinetuneSettings) -> Path | None:
             f"give another directory."
         )
     if not resume.is_finished(resume_from, config.run_dir, config.train):
-        resume.check_optimizer(resume_from)
+        resume.check_optimizer(resume_from, config.optim)
         check_average(config.train.ema_decay, resume_from)
     _check_labels(config, resume_from)
     resume.check_same_objective(resume_from, config.objective, config.loss)

@@ -119,7 +119,7 @@ def _find_start(config: FinetuneSettings, context: DistributedContext, stop: Sto
         run_on_main(context, lambda: say(describe_finished(config, resume_from), sys.stderr))
         return RunStart(context, source, resume_from, is_finished=True)
     run_on_main(context, lambda: check_same_teacher(config, resume_from))
-    resume.verify_resumed(resume_from, config.checkpoint, context)
+    resume.verify_resumed(resume_from, config.optim, config.checkpoint, context)
     return RunStart(context, source, resume_from, stop=stop, lock=lock, note=note, trust_remote_code=trust)
 
 

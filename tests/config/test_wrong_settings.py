@@ -99,6 +99,7 @@ from tests.config.composed import refusal
         ("hydra.sweep.dir=x -m train.steps=1,2", "run_dir=DIR is the directory of a run, and that of a sweep."),
         ("++hydra.job.chdir=true", "++hydra.job.chdir=true has no effect"),
         ("--package=foo", "--package=foo has no effect"),
+        ("optim=sgd optim.momentum=0 optim.nesterov=true", "optim.nesterov=true needs momentum, but optim.momentum=0"),
         ("hydra/sweeper=optuna optim=sgd,adamw -m", "hydra/sweeper=optuna: plugins of Hydra are not supported, and"),
         (
             "-m optim=adamw,sgdd",

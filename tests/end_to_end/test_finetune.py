@@ -290,6 +290,24 @@ def test_parts_of_a_model_that_text_does_not_reach_have_no_state(settings: list[
     assert copied.losses == pytest.approx(whole.losses, rel=1e-5)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2", "ddp"])
+def test_an_optimizer_without_state_resumes_bit_equal(settings: list[str], tmp_path: Path, wrapper: str) -> None:
+    given = [*settings, f"shard={wrapper}", "launch.ranks=2", "train.steps=6", "checkpoint.every=3", "optim=sgd"]
+    given += ["optim.lr=0.1", "optim.momentum=0"]
+    whole = run_recipe("finetune", tmp_path / "whole", *given)
+    assert whole.status == 0, whole.err
+    assert not (whole.checkpoint / "optimizer").exists()
+    half = f"resume={whole.run_dir}/checkpoints/step-00000003"
+    rest = run_recipe("finetune", tmp_path / "rest", *given, half)
+    assert rest.status == 0, rest.err
+    assert rest.losses == whole.losses[3:]
+    with open_checkpoint(rest.checkpoint) as one, open_checkpoint(whole.checkpoint) as other:
+        assert tensor_digests(one) == tensor_digests(other)
+    refused = run_recipe("finetune", tmp_path / "other", *given, half, "optim.momentum=0.9")
+    assert (refused.status, "or its optimizer keeps no state" in refused.err) == (2, True), refused.err
+
+
 @pytest.mark.parametrize("dtype", ["float16", "fp32"])
 def test_a_dtype_that_ddp_does_not_know_is_refused(settings: list[str], tmp_path: Path, dtype: str) -> None:
     ended = run_recipe("finetune", tmp_path, *settings, "shard=ddp", f"shard.param_dtype={dtype}")

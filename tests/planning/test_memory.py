@@ -77,11 +77,13 @@ def test_the_ranks_together_hold_the_model_once(t5_3b: MemoryPlan) -> None:
     assert 2 * first.parameters_bytes < first.optimizer_bytes < 2 * first.parameters_bytes + 4 * 1000
 
 
-@pytest.mark.parametrize("option", OPTIONS["optim"])
-def test_the_optimizer_has_what_the_real_one_has(option: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "given"), [*((option, {}) for option in OPTIONS["optim"]), ("sgd", {"momentum": 0.0})]
+)
+def test_the_optimizer_has_what_the_real_one_has(option: str, given: dict[str, Any]) -> None:
     if option == "adamw8bit":
         pytest.importorskip("torchao")
-    model, config = llama(), OPTIONS["optim"][option]()
+    model, config = llama(), OPTIONS["optim"][option](**given)
     params = dict(model.named_parameters())
     shapes = {name: tuple(param.shape) for name, param in params.items()}
     for param in params.values():
@@ -89,6 +91,7 @@ def test_the_optimizer_has_what_the_real_one_has(option: str) -> None:
     optimizer = config.build(params, shapes)
     optimizer.step()
     real = sum(v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
+    assert (real > 0) == config.keeps_state
     assert step_bytes(config, shapes, shapes, dict.fromkeys(shapes, torch.float32))[0] == real
     assert plan(optim=config).per_rank[0].optimizer_bytes == real
     ranks = plan(optim=config, num_ranks=2).per_rank

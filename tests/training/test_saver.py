@@ -25,6 +25,7 @@ from fsdp_shard.checkpoint import (
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError, StorageError
 from fsdp_shard.training.checkpoints.resume import check_optimizer, find_step
+from fsdp_shard.training.optim.torch_optim import AdamWConfig
 from tests.support.ranks import on_ranks
 from tests.support.saved_training import Training
 
@@ -233,7 +234,7 @@ def test_older_steps_stay_as_weights_and_new_ones_are_read_back(tmp_path: Path) 
     for step in (1, 2):
         assert verify(store.path(step)).is_sound
         with pytest.raises(CheckpointError, match=r"no optimizer/.*keep_optimizer_last"):
-            check_optimizer(find_step(str(store.path(step)), str(tmp_path / "other")))
+            check_optimizer(find_step(str(store.path(step)), str(tmp_path / "other")), AdamWConfig())
     assert verify(store.path(3)).is_sound
     assert not verify(store.path(4)).is_sound
 

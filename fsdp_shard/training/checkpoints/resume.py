@@ -26,6 +26,7 @@ from fsdp_shard.training.checkpoints.recorded_settings import read_settings, set
 from fsdp_shard.training.config import FinetuneSettings, TrainConfig
 from fsdp_shard.training.load_model import LoadedModel
 from fsdp_shard.training.objectives.objective import ObjectiveConfig
+from fsdp_shard.training.optim.config import OptimConfig
 from fsdp_shard.training.trainer_state import TrainerState
 from fsdp_shard.utils import RESULT, read_bounded
 
@@ -177,11 +178,11 @@ def is_finished(step_directory: Path | None, run_dir: str, config: TrainConfig) 
     return state.step >= config.for_data(state.samples_per_epoch, state.step, state.num_samples).num_steps
 
 
-def check_optimizer(step_directory: Path | None) -> None:
-    """Raise CheckpointError if the run would resume from a step that lacks the optimizer state."""
-    if step_directory is None or checkpoint.has_optimizer(checkpoint.check_files(step_directory)):
+def check_optimizer(step_directory: Path | None, optim: OptimConfig) -> None:
+    """Raise CheckpointError if the run would resume from a step that lacks the state of its optimizer `optim`."""
+    if step_directory is None or _has_optimizer(step_directory):
         return
-    if _has_updated(step_directory):
+    if optim.keeps_state and _has_updated(step_directory):
         raise CheckpointError(
             f"{step_directory} cannot be resumed from: it has no {OPTIMIZER}/. It was saved with "
             f"checkpoint.optimizer=false, is older than checkpoint.keep_optimizer_last, or its optimizer keeps no "
@@ -195,7 +196,8 @@ def restore_optimizer(
     """Fill the optimizer's state from a step of any layout, wrapper and number of ranks; a collective.
 
     The step must have exactly the states that this optimizer keeps, except for parameters that never had a gradient,
-    such as the image encoder of a model that saw only text. If every step so far was skipped, there are no states.
+    such as the image encoder of a model that saw only text. There are no states if every step so far was skipped, or
+    if the optimizer keeps none, which `check_optimizer` has found before.
 
     Args:
         optimizer: The optimizer, which has not stepped yet.
@@ -206,7 +208,7 @@ def restore_optimizer(
     Raises:
         CheckpointError: A state is missing, unexpected, or has another shape.
     """
-    if not run_on_main(context, lambda: _has_updated(step_directory)):
+    if not run_on_main(context, lambda: _has_updated(step_directory) and _has_optimizer(step_directory)):
         return
     shards = loaded.model.local_shards()
     with run_on_all(context, lambda: checkpoint.open_checkpoint(step_directory / OPTIMIZER)) as index:
@@ -221,20 +223,23 @@ def restore_optimizer(
         )
 
 
-def verify_resumed(step_directory: Path | None, config: CheckpointConfig, context: DistributedContext) -> None:
+def verify_resumed(
+    step_directory: Path | None, optim: OptimConfig, config: CheckpointConfig, context: DistributedContext
+) -> None:
     """Check that a step has its optimizer state, and compare all its bytes with their digests, a part on each rank.
 
     A collective.
 
     Args:
         step_directory: The step that the run resumes from, if any.
+        optim: The optimizer settings of the run.
         config: With `verify_on_resume=false`, bytes are not compared.
         context: The ranks.
 
     Raises:
         CheckpointError: The step is damaged or incomplete.
     """
-    run_on_main(context, lambda: check_optimizer(step_directory))
+    run_on_main(context, lambda: check_optimizer(step_directory, optim))
     if step_directory is not None and config.verify_on_resume:
         with _with_advice(step_directory):
             run_on_all(context, lambda: checkpoint.check_content(step_directory, context.rank, context.world_size))
@@ -249,6 +254,10 @@ def _with_advice(step_directory: Path) -> Iterator[None]:
         raise CheckpointError(
             f"{error} Delete {step_directory} to resume from an earlier step, or to start at the beginning."
         ) from error
+
+
+def _has_optimizer(step_directory: Path) -> bool:
+    return checkpoint.has_optimizer(checkpoint.check_files(step_directory))
 
 
 def _has_updated(step_directory: Path) -> bool:

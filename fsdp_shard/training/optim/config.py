@@ -37,6 +37,11 @@ class OptimConfig:
     lr: float = setting(2e-5, "Peak learning rate, reached after warm-up.", above=0.0)
     weight_decay: float = decay_setting(0.0)
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the optimizer has state beside the parameters, which a resume needs."""
+        return True
+
     def check_installed(self) -> None:
         """Raise ConfigError if a package that this optimizer needs is not installed."""
 

@@ -43,10 +43,25 @@ class AdamWConfig(AdamConfig):
 
 @dataclass
 class SgdConfig(OptimConfig):
-    """SGD with the momentum of Polyak (1964) or Nesterov (1983), as in torch.optim.SGD, with half of AdamW's state."""
+    """SGD with the momentum of Polyak (1964) or Nesterov (1983), as in torch.optim.SGD.
 
-    momentum: float = setting(0.9, "Fraction of the previous update added to the next.", above=0.0, maximum=1.0)
+    It has half of AdamW's state, and none without momentum.
+    """
+
+    momentum: float = setting(
+        0.9, "Fraction of the previous update added to the next; 0 keeps no state.", minimum=0.0, maximum=1.0
+    )
     nesterov: bool = setting(False, "Use Nesterov momentum.")
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether there is momentum."""
+        return self.momentum > 0.0
+
+    def check(self, prefix: str) -> None:
+        """Raise ConfigError for Nesterov momentum of zero."""
+        if self.nesterov and self.momentum == 0.0:
+            raise ConfigError(f"{prefix}nesterov=true needs momentum, but {prefix}momentum=0; change one of them.")
 
     def create(self, groups: list[dict[str, Any]]) -> Optimizer:
         from torch.optim import SGD
