@@ -196,7 +196,8 @@ def test_logits_that_are_not_finite_are_an_error(classifier: Path, rows: Path, t
     [
         ({"text": "a", "label": "other"}, [], "The data has a class 'other', but the model has 3 classes"),
         ({"text": "a", "label": -1}, [], "The data has a class -1"),
-        ({"text": "a", "label": 0.5}, [], "holds float, expected the number or name of a class"),
+        ({"text": "a", "label": 0.5}, [], "holds float, expected the number or name of one class"),
+        ({"text": "a", "label": [0, 1]}, [], "regression and several classes for one text are not supported."),
         ({"words": "a", "label": 0}, [], "has no column 'text'"),
         ({"text": "", "label": 0}, [], "none with anything to learn"),
         (

@@ -64,8 +64,9 @@ class LabeledKind(Kind):
             return None
         if isinstance(label, bool) or not isinstance(label, (int, str)):
             raise DataError(
-                f"{row.where}: column {self.label!r} holds {type(label).__name__}, expected the number or name of a "
-                f"class. Set data.label_column."
+                f"{row.where}: column {self.label!r} holds {type(label).__name__}, expected the number or name of one "
+                f"class. Set data.label_column if another column has it; regression and several classes for one text "
+                f"are not supported."
             )
         return text, label
 
