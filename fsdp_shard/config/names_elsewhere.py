@@ -12,7 +12,7 @@ _NAMES = {
     "adapter=lora adapter.quantize=nf4": "load_in_4bit",
     "adapter=lora adapter.rank": "lora_r lora_rank r",
     "adapter=lora adapter.target_modules": "lora_target_modules target_modules",
-    "checkpoint.every": "save_steps save_strategy save_every",
+    "checkpoint.every (a number of steps)": "save_steps save_strategy save_every",
     "checkpoint.keep_last": "save_total_limit",
     "checkpoint.optimizer=false": "save_only_model",
     "checkpoint.save_best": "load_best_model_at_end",
@@ -44,7 +44,7 @@ _NAMES = {
     "optim.betas=[0.9,0.999]": "adam_beta1 adam_beta2",
     "optim.eps": "adam_epsilon",
     "optim.lr": "learning_rate lr",
-    "resume": "resume_from_checkpoint",
+    "resume (auto by default: repeat the command with the same run_dir)": "resume_from_checkpoint",
     "run_dir": "output_dir logging_dir output_path",
     "shard": "fsdp fsdp_config sharding_strategy strategy",
     "shard.activation_checkpointing": "gradient_checkpointing",
@@ -53,25 +53,35 @@ _NAMES = {
     "shard.param_dtype=bfloat16": "bf16 fp16 mixed_precision",
     "train.deterministic": "full_determinism",
     "train.epochs": "num_train_epochs num_epochs epochs",
-    "train.eval_every": "eval_steps eval_strategy evaluation_strategy",
-    "train.global_batch_size": "batch_size train_batch_size",
+    "train.eval_every (a number of steps)": "eval_steps eval_strategy evaluation_strategy",
     "train.global_batch_size (train.micro_batch_size x ranks x accumulation steps)": "gradient_accumulation_steps",
     "train.log_every": "logging_steps",
     "train.max_grad_norm": "gradient_clipping gradient_clip_val clip_grad_norm",
+    "train.micro_batch_size (per rank; train.global_batch_size counts all samples of a step)": (
+        "batch_size train_batch_size"
+    ),
     "train.micro_batch_size": "per_device_train_batch_size per_gpu_train_batch_size per_device_eval_batch_size",
+    "train.min_delta": "early_stopping_threshold",
     "train.patience": "early_stopping_patience",
     "train.schedule": "lr_scheduler_type lr_scheduler scheduler",
     "train.steps": "max_steps num_steps",
     "train.tracker_project": "wandb_project",
     "train.tf32": "allow_tf32",
     "train.trackers": "report_to",
-    "train.warmup_steps": "num_warmup_steps warmup_ratio",
+    "train.warmup_steps (a number of steps)": "num_warmup_steps warmup_ratio",
+}
+# Why a command that trains has no such setting -> names elsewhere that are close to settings of another meaning.
+_NONE = {
+    "objective=sft has no label smoothing": "label_smoothing_factor",
+    "objective=sft trains on answers, not on prompts": "train_on_input train_on_inputs",
 }
 
 
 def known_elsewhere(name: str, known: Collection[str]) -> str:
-    """Return ` (here it is X)` for another library's name of a setting, if the command has X; else ""."""
+    """Return ` (here it is X)` for another library's name of a setting, if the command has X; else ` (why)` or ""."""
     name = name.lstrip("-").replace("-", "_")
+    if "train.steps" in known and (why := next((why for why, names in _NONE.items() if name in names.split()), None)):
+        return f" ({why})"
     for here, names in _NAMES.items():
         if name in names.split() and re.findall(r"[\w.]+", here)[0] in known:
             return f" (here it is {here})"

@@ -118,6 +118,12 @@ def test_what_is_wrong_is_named(argument: str, said: str) -> None:
         ("finetune", "learning_rate", "optim.lr"),
         ("finetune", "num_train_epochs", "train.epochs"),
         ("finetune", "per_device_train_batch_size", "train.micro_batch_size"),
+        ("finetune", "batch_size", "train.micro_batch_size (per rank; train.global_batch_size counts all samples of a"),
+        ("finetune", "eval_strategy", "train.eval_every (a number of steps)"),
+        ("finetune", "save_strategy", "checkpoint.every (a number of steps)"),
+        ("finetune", "warmup_ratio", "train.warmup_steps (a number of steps)"),
+        ("finetune", "early_stopping_threshold", "train.min_delta"),
+        ("finetune", "resume_from_checkpoint", "resume (auto by default: repeat the command with the same run_dir)"),
         ("finetune", "gradient_accumulation_steps", "train.global_batch_size (train.micro_batch_size x ranks x accum"),
         ("finetune", "max_seq_length", "data.sequence_length"),
         ("finetune", "output_dir", "run_dir"),
@@ -152,6 +158,16 @@ def test_names_of_other_libraries_are_answered(command: str, name: str, here: st
 )
 def test_settings_of_another_command_are_named_as_such(command: str, argument: str, words: str) -> None:
     assert words in refusal(command, argument)
+
+
+def test_what_has_no_equivalent_is_not_taken_for_something_else() -> None:
+    assert "label_smoothing_factor is not a setting of finetune (objective=sft has no" in refusal(
+        "finetune", "label_smoothing_factor=0.1"
+    )
+    assert "dataset.train_on_input is not a setting of finetune (objective=sft trains on" in refusal(
+        "finetune", "dataset.train_on_input=true"
+    )
+    assert "objective=sft" not in refusal("generate", "label_smoothing_factor=0.1")
 
 
 def test_what_other_libraries_have_is_said_only_where_it_exists() -> None:
