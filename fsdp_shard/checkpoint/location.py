@@ -42,7 +42,7 @@ from fsdp_shard.utils import is_remote, path_text
 
 # org/name, or only a name, such as gpt2, of models older than organizations. Looser than `is_hub_id`: the hub itself
 # reports what is wrong with a name to read.
-_HUB_ID = re.compile(r"[\w-][\w.-]*/(?!.*\.gguf$)[\w.-]+|[\w-]+")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/(?!.*\.gguf$)[\w.-]+|[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 @dataclass(frozen=True)
@@ -353,7 +353,8 @@ def _check_hub_id(path: str | os.PathLike[str], root: Path) -> None:
     """Raise CheckpointError unless a path that does not exist here may be on the hub."""
     if os.path.islink(root) or not _HUB_ID.fullmatch(str(path)):
         raise CheckpointError(
-            f"{root} does not exist; give a checkpoint (a file or a directory), a run directory, or a hub id org/name."
+            f"{root} does not exist; give a checkpoint (a file or a directory), a run directory, or a hub id such as "
+            f"org/name."
         )
 
 

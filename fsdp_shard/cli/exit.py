@@ -9,11 +9,11 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TextIO, TypeGuard
+from typing import NoReturn, TypeGuard
 
 from fsdp_shard.distributed import Stopped, interrupt_on_signals, is_joined_rank, joined_rank
 from fsdp_shard.errors import FsdpShardError, InputError, Interrupted, RunError, one_line
-from fsdp_shard.utils import make_output_printable, printable, redact
+from fsdp_shard.utils import discard, make_output_printable, printable, redact, until_unread
 
 _MANY_FILES = 65_536
 
@@ -81,27 +81,22 @@ def _outcome(body: Callable[[], None], debug: bool) -> int:
     except SystemExit:
         raise
     except BrokenPipeError:
-        _discard(sys.stdout)  # its reader has exited, like `head`
+        for stream in (sys.stdout, sys.stderr):  # the reader has exited, like `head`
+            discard(stream)
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        with until_unread(sys.stderr):
+            print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except BaseException as raised:  # torch has errors that are not Exceptions
         error = raised.as_error() if isinstance(raised, Stopped) else raised
         if _has_no_room_to_print(error):
             error = RunError(f"Standard output cannot be written: {error.strerror}. Make room, or send it elsewhere.")
         if not (isinstance(error, Interrupted) and joined_rank() > 0):  # of several stopped ranks, only one reports it
-            try:
+            with until_unread(sys.stderr):
                 print_error(error, debug)
-            except OSError:  # nobody reads it: the terminal is closed, or Ctrl-C has also ended `tee`
-                _discard(sys.stderr)
         return error.exit_status if isinstance(error, FsdpShardError) else 1
     return 0
-
-
-def _discard(stream: TextIO) -> None:
-    """Discard what is written to a stream that nobody reads; Python would complain when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _has_no_room_to_print(error: BaseException) -> TypeGuard[OSError]:

@@ -233,7 +233,8 @@ def _check(recipe: Recipe[C], config: C) -> None:
     if config.kept_run_dir is not None:
         configs.refuse_nested(config)
         check_writable(config.run_dir, f"run_dir={config.run_dir}")
-    if config.takes_training_run and config.is_default_run_dir and may_restart(config.launch):
+    trains = config.takes_training_run and config.rank_mode == "started"
+    if trains and config.is_default_run_dir and may_restart(config.launch):
         raise ConfigError(
             "torchrun --max-restarts starts failed ranks again, and a run_dir named by date would be another one each "
             "time, in which the run begins anew; set run_dir=DIRECTORY, in which it continues."

@@ -72,8 +72,8 @@ _NAMES = {
 }
 # Why a command that trains has no such setting -> names elsewhere that are close to settings of another meaning.
 _NONE = {
-    "objective=sft has no label smoothing": "label_smoothing_factor",
-    "objective=sft trains on answers, not on prompts": "train_on_input train_on_inputs",
+    "the cross-entropy has no label smoothing": "label_smoothing_factor",
+    "data.kind=instruction and chat train on answers only": "train_on_input train_on_inputs",
 }
 
 

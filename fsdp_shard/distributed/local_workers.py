@@ -31,7 +31,7 @@ from fsdp_shard.distributed.rank_reports import (
 from fsdp_shard.distributed.rendezvous import Rendezvous
 from fsdp_shard.distributed.signals import STOP_SIGNALS, interrupt_on_signals, release_signals, stop_signals
 from fsdp_shard.errors import FsdpShardError, RunError
-from fsdp_shard.utils import make_output_printable, set_environment
+from fsdp_shard.utils import make_output_printable, set_environment, until_unread
 
 C = TypeVar("C", bound=Launchable)
 
@@ -144,8 +144,9 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: Path, num_thre
         report = RankFailure.of(error)
         directory.write(report)
         # Immediately: Python's shutdown would destroy the process group, which may wait for ranks waiting for this one.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with until_unread(stream):
+                stream.flush()
         os._exit(report.exit_status)
     _on_signals(signal.SIG_DFL)  # torch now waits for the other ranks
 

@@ -48,7 +48,10 @@ def refuse_mpi(settings: LaunchConfig) -> None:
     """
     for name in ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"):
         num_processes = number_in(os.environ, name, "1")
-        if num_processes > 1 and settings.max_nodes == 1 and not joins(settings, os.environ):
+        # srun sets PMI_SIZE for its own tasks; in a batch script, and in daemons of mpirun that srun has started, each
+        # process would take Slurm's variables for its own.
+        are_ranks = _inside_torchrun(os.environ) or os.environ.get("SLURM_STEP_NUM_TASKS") == str(num_processes)
+        if num_processes > 1 and settings.max_nodes == 1 and not are_ranks:
             raise ConfigError(
                 f"mpirun has started {num_processes} processes ({name}), and each would begin a run of its own; start "
                 f"ranks by launch.ranks={num_processes}, torchrun or srun, or set RANK, LOCAL_RANK, WORLD_SIZE, "

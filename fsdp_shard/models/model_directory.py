@@ -72,7 +72,8 @@ def download_model(
             what = name if revision is None else f"{name}, revision {revision},"
             raise ModelError(f"{what} is neither a local directory nor in the hub's cache.") from error
         raise ModelError(
-            f"{name} is neither a local directory nor a hub model that could be fetched: {first_line(error)}"
+            f"{name} is neither a local checkpoint or directory nor a hub model that could be fetched: "
+            f"{first_line(error)}"
         ) from error
 
 

@@ -49,7 +49,13 @@ from .package_data import (
     shipped_directory as shipped_directory,
 )
 from .partitioning import balanced_partition as balanced_partition
-from .printing import make_output_printable as make_output_printable, only_errors_of as only_errors_of, say as say
+from .printing import (
+    discard as discard,
+    make_output_printable as make_output_printable,
+    only_errors_of as only_errors_of,
+    say as say,
+    until_unread as until_unread,
+)
 from .process_memory import (
     device_peak_bytes as device_peak_bytes,
     disk_bytes_read as disk_bytes_read,

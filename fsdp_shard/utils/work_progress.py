@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TextIO
 
+from fsdp_shard.utils.printing import until_unread
+
 _FIRST_SECONDS, _MOST_SECONDS = 2.0, 30.0  # before the first line, and between lines; in between it doubles
 
 
@@ -77,4 +79,5 @@ class _Lines:
         self._next = now + self._pause
         left = timedelta(seconds=round((now - self._start) * (self._total - self._done) / max(self._done, 1)))
         counted = f"{self._done:,}{self._of}" if self._of else ""
-        print(f"{self._title}: {counted}{self._done / self._total:.0%}, {left} left", file=self._stream, flush=True)
+        with until_unread(self._stream):
+            print(f"{self._title}: {counted}{self._done / self._total:.0%}, {left} left", file=self._stream, flush=True)

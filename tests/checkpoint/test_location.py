@@ -473,7 +473,7 @@ def test_a_hub_id_without_an_organization(tmp_path: Path, monkeypatch: pytest.Mo
 
     assert locate("gpt2").config_directory == model
     assert locate(adapter).base.config_directory == model
-    with pytest.raises(ModelError, match="gpt3 is neither a local directory nor a hub model"):
+    with pytest.raises(ModelError, match="gpt3 is neither a local checkpoint or directory nor a hub model"):
         locate("gpt3")
     with pytest.raises(CheckpointError, match=r"model\.bin does not exist; give a checkpoint"):
         locate("model.bin")

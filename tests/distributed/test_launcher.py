@@ -213,6 +213,16 @@ def test_the_processes_of_mpirun_are_no_ranks(name: str, monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match=rf"mpirun has started 4 processes \({name}\), and each would begin a run"):
         check_machine(LaunchConfig(device="cpu"))
     check_machine(LaunchConfig(nodes="4", rendezvous="a:1", device="cpu"))  # each starts the ranks of its machine
+    for slurm in ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}):
+        with monkeypatch.context() as of_slurm:
+            for variable, value in slurm.items():
+                of_slurm.setenv(variable, value)
+            with pytest.raises(ConfigError, match="mpirun has started 4 processes"):
+                check_machine(LaunchConfig(device="cpu"))
+    with monkeypatch.context() as tasks:  # of srun --mpi=pmi2
+        tasks.setenv("SLURM_PROCID", "0")
+        tasks.setenv("SLURM_STEP_NUM_TASKS", "4")
+        check_machine(LaunchConfig(device="cpu"))
     for variable, value in (_TORCHRUN | {"WORLD_SIZE": "4"}).items():
         monkeypatch.setenv(variable, value)
     check_machine(LaunchConfig(device="cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import signal
@@ -63,6 +64,13 @@ def _close_terminal(start: Start, has_steps: Callable[[], None]) -> tuple[int, s
     return run.wait(60), signal.SIGHUP
 
 
+def _settings(model: Path, directory: Path, ranks: int, steps: int) -> list[str]:
+    (directory / "text.txt").write_text("Some text to train on. " * 200)
+    settings = [f"model.path={model}", f"data.path={directory}/text.txt", "data.sequence_length=32"]
+    settings += [f"train.steps={steps}", "train.global_batch_size=2", "checkpoint.every=100000"]
+    return [*settings, f"run_dir={directory}/run", f"launch.ranks={ranks}", "launch.device=cpu"]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("lose_reader", [_end_reader_of_pipe, _close_terminal])
@@ -72,10 +80,7 @@ def test_a_stopped_run_saves(
     tiny_model: Path,
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "text.txt").write_text("Some text to train on. " * 200)
-    settings = [f"model.path={tiny_model}", f"data.path={tmp_path}/text.txt", "data.sequence_length=32"]
-    settings += ["train.steps=100000", "train.global_batch_size=2", "checkpoint.every=100000"]
-    settings += [f"run_dir={tmp_path}/run", f"launch.ranks={ranks}", "launch.device=cpu"]
+    settings = _settings(tiny_model, tmp_path, ranks, steps=100_000)
     metrics = tmp_path / "run" / "metrics.jsonl"
 
     def start(options: dict[str, Any]) -> subprocess.Popen[bytes]:
@@ -91,3 +96,17 @@ def test_a_stopped_run_saves(
     assert status == 128 + number
     steps = metrics.read_text().count("\n")
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step-{steps:08d}\n"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_ends_well(ranks: int, tiny_model: Path, tmp_path: Path) -> None:
+    settings = _settings(tiny_model, tmp_path, ranks, steps=20)
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [*FSDP_SHARD, "finetune", *settings]
+    done = subprocess.run(command, env=environment(), cwd=tmp_path, stdout=writing, stderr=writing, timeout=120)
+    os.close(writing)
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "completed"
+    assert not (tmp_path / "run" / "error.txt").exists()

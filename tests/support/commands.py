@@ -43,7 +43,8 @@ class Done:
 def environment() -> dict[str, str]:
     """Ours, with the checkout importable from anywhere and nothing that says we are a rank."""
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if name not in ranks and not name.startswith("SLURM")}
+    others = (*ranks, "PYTHONUNBUFFERED")  # with which no output is held that could fail at exit
+    kept = {name: value for name, value in os.environ.items() if name not in others and not name.startswith("SLURM")}
     # The second is said by Python 3.12 and newer where ranks are forked.
     warnings = "default,ignore:This process:DeprecationWarning"
     return kept | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": warnings}

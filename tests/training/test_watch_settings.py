@@ -147,6 +147,17 @@ def test_trackio_continues_the_run_of_this_directory(tmp_path: Path) -> None:
     assert rows[0][0] == rows[1][0] == rows[3][0] != rows[2][0]
 
 
+def test_wandb_has_steps_of_its_own() -> None:
+    """So that figures of steps that are trained again after a resume are not dropped."""
+    calls: list[Any] = []
+    run = SimpleNamespace(define_metric=lambda *args, **options: calls.append((args, options)))
+    tracker = SimpleNamespace(run=run, log=lambda *args, **options: calls.append((args, options)))
+    kind = trackers_module._KINDS["wandb"]
+    kind.begin(tracker)
+    kind.log(tracker, {"train/loss": 1.0}, 3)
+    assert calls == [(("*",), {"step_metric": "step"}), (({"train/loss": 1.0, "step": 3},), {})]
+
+
 def test_wandb_uploads_no_command_with_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["fsdp-shard", "finetune", "data.path=https://a/b?X-Amz-Signature=abcdef"])
     assert trackers_module._wandb_settings() == {"settings": {"x_disable_meta": True}}

@@ -63,8 +63,8 @@ class Renderer:
         self._options |= {"return_assistant_tokens_mask": self._marks, **tokenizer.special_tokens_map}
         if conversation.tools and not re.search(r"\btools\b", template):
             raise DataError(
-                f"{self._where} has definitions of tools, which the chat template does not use. Set chat_template to "
-                f"one that does, or remove the column 'tools'."
+                f"{self._where} has definitions of tools, which the chat template does not use. Set data.chat_template "
+                f"(in generate: chat_template) to one that does, or remove the column 'tools'."
             )
 
     def render(self) -> tuple[str, list[Span]]:

@@ -1,17 +1,15 @@
 """Progress of a run on standard error: a bar on a terminal, plain lines elsewhere."""
 
-import errno
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TextIO
 
 from fsdp_shard.training.loop import StepReport
-from fsdp_shard.utils import format_number, format_size, printable, say
+from fsdp_shard.utils import format_number, format_size, printable, say, until_unread
 
 _MAX_SOURCES = 6  # shown in a line
 
@@ -48,7 +46,6 @@ class Progress:
         self._clock, self._began = clock, 0.0
         self._since: list[StepReport] = []
         self._bar: Any = None
-        self._is_unread = False
         if enabled and self._stream.isatty():
             from tqdm import tqdm
 
@@ -58,7 +55,7 @@ class Progress:
         """Show a step, with the model FLOPs utilization if known."""
         self._began = self._began or self._clock() - report.step_seconds
         if self._bar is not None:
-            with self._until_unread():
+            with until_unread(self._stream):
                 self._bar.set_postfix_str(_figures(report, mfu), refresh=False)
                 self._bar.update(report.step - self._bar.n)
             return
@@ -73,9 +70,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Show a line that is not about a step, above the bar if there is one."""
-        if self._is_unread:
-            return
-        with self._until_unread():
+        with until_unread(self._stream):
             if self._bar is not None:
                 self._bar.write(printable(text), file=self._stream)
             elif self._enabled:
@@ -84,18 +79,8 @@ class Progress:
     def close(self) -> None:
         """Close the bar, if there is one."""
         if self._bar is not None:
-            with self._until_unread():
+            with until_unread(self._stream):
                 self._bar.close()
-
-    @contextmanager
-    def _until_unread(self) -> Iterator[None]:
-        """Ignore the error of an output that nobody reads: Ctrl-C also ends `tee`, and the run has yet to save."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
-                raise
-            self._is_unread = True
 
 
 def _mean(reports: Sequence[StepReport]) -> StepReport:

@@ -219,8 +219,6 @@ class Trackers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for name, tracker in self._open.items():
-            if name in self._failed:
-                continue  # it may wait for a server that does not answer
             is_stopped = isinstance(error, Interrupted)
             self._try(name, tracker.finish if error is None else partial(_KINDS[name].fail, tracker, is_stopped))
         self._exit.close()
