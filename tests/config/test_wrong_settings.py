@@ -161,13 +161,13 @@ def test_settings_of_another_command_are_named_as_such(command: str, argument: s
 
 
 def test_what_has_no_equivalent_is_not_taken_for_something_else() -> None:
-    assert "label_smoothing_factor is not a setting of finetune (objective=sft has no" in refusal(
+    assert "label_smoothing_factor is not a setting of finetune (the cross-entropy has no" in refusal(
         "finetune", "label_smoothing_factor=0.1"
     )
-    assert "dataset.train_on_input is not a setting of finetune (objective=sft trains on" in refusal(
+    assert "dataset.train_on_input is not a setting of finetune (data.kind=instruction and chat" in refusal(
         "finetune", "dataset.train_on_input=true"
     )
-    assert "objective=sft" not in refusal("generate", "label_smoothing_factor=0.1")
+    assert "cross-entropy" not in refusal("generate", "label_smoothing_factor=0.1")
 
 
 def test_what_other_libraries_have_is_said_only_where_it_exists() -> None:
