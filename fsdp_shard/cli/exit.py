@@ -92,6 +92,7 @@ def _outcome(body: Callable[[], None], debug: bool) -> int:
         error = raised.as_error() if isinstance(raised, Stopped) else raised
         if _has_no_room_to_print(error):
             error = RunError(f"Standard output cannot be written: {error.strerror}. Make room, or send it elsewhere.")
+            discard(sys.stdout)
         if not (isinstance(error, Interrupted) and joined_rank() > 0):  # of several stopped ranks, only one reports it
             with until_unread(sys.stderr):
                 print_error(error, debug)
