@@ -150,7 +150,7 @@ class Location:
         if self.config_path is not None:
             return _locate_named("config", self.config_path).config_directory
         directory = self._default_directory
-        if self.format == GGUF_FORMAT:  # a config.json beside it is often a stub that only names the model type
+        if self.format == GGUF_FORMAT:  # a config.json in its directory is often a stub with only the model type
             starts = (piece.start for entry in self.index.tensors.values() for piece in entry.pieces)
             return gguf_model_files(self.index.files()[0], min(starts, default=0))
         return directory

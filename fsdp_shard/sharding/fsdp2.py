@@ -190,10 +190,10 @@ def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) 
     # would only gather them twice.
     kept = options | {"reshard_after_forward": False}
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    uncast = MixedPrecisionPolicy(cast_forward_inputs=False)
     for unit in (unit for unit in inner if unit.fqn not in experts):
         module = model.get_submodule(unit.fqn)
         # Quantized weights have units of their own until torch 2.13 (`Fsdp2Config.quantized_dtype`): nothing is cast.
-        uncast = MixedPrecisionPolicy(cast_forward_inputs=False)
         policy = uncast if unit.is_quantized else _precision(unit.dtype, settings)
         fully_shard(module, mp_policy=policy, **(kept if module is head else options))
         if type(num_ranks := settings.reshard_after_forward) is int and module is not head:

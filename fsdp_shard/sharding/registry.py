@@ -134,7 +134,7 @@ def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2",
         wrapper: `fsdp2`, `fsdp1` or `ddp`.
         settings: `shard.*` settings. `param_dtype`, the dtype of the computation, is bfloat16 unless it is set, and
             float32 under ddp. Floating-point inputs are cast to it, but neither buffers nor tensors that the forward
-            pass makes: where torch finds float32 beside bfloat16, cast in the model, or set `param_dtype="float32"`.
+            pass makes: where torch finds float32 with bfloat16, cast in the model, or set `param_dtype="float32"`.
             With `activation_checkpointing`, the model has to be called with `use_cache=False`: a recomputed block would
             fill a cache a second time, and torch may raise a RuntimeError.
 

@@ -154,7 +154,7 @@ def save_pretrained(
 
 
 def _save(target: Path, content: StepContent, size: int, ranks: Communicator) -> None:
-    """Write a model beside `target`, then rename it."""
+    """Write a model next to `target`, then rename it."""
     store = StepStore(target.parent / f".{target.name}.partial-{uuid.uuid4().hex}")  # rank 0's is used
     try:
         step = checkpoint.save_step(ranks, store, 0, content, layout="gathered", max_shard_bytes=size)

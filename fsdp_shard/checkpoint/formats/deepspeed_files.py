@@ -68,7 +68,7 @@ def step_directory(path: Path) -> str | None:
 
 
 def universal_directory(path: Path) -> Path | None:
-    """The directory of a universal checkpoint: `path`, or the one in `latest_universal` if no weights lie beside it."""
+    """The directory of a universal checkpoint: `path`, or without weights in it the one in `latest_universal`."""
     if _is_universal(path):
         return path
     name = _named_directory(path, _LATEST_UNIVERSAL)

@@ -21,7 +21,7 @@ from fsdp_shard.checkpoint.keys.quantized_weights import (
     IS_DEQUANTIZED,
     quantization,
     quantization_settings,
-    scales_beside,
+    scales_of,
 )
 from fsdp_shard.checkpoint.model_files import CONFIG, read_config
 from fsdp_shard.checkpoint.tensor_entry import TensorEntry
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import torch
 
 _SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
-# What may lie beside the scale of an fp8 weight: the scales of a layer's inputs and outputs, which only a quantized
-# layer rounds, and the weight's own under another name. transformers does not read them either.
+# Other scales of a layer with an fp8 weight: those of its inputs and outputs, which only a quantized layer rounds, and
+# the weight's own under another name. transformers does not read them either.
 _OTHER_SCALES = ("activation_scale", "input_scale", "output_scale", "weight_scale")
 _PLAIN = frozenset({"BF16", "F16", "F32"})
 _SCALE_DTYPES = frozenset({"F32", "BF16", "F16", "F8_E8M0", "U8"})
@@ -89,8 +89,8 @@ def _refuse_left(index: TensorIndex) -> None:
     matrices = {name: entry.dtype for name, entry in tensors.items() if len(entry.shape) > 1}
     if (left := next((name for name, dtype in matrices.items() if dtype in FLOAT8), None)) is not None:
         raise CheckpointError(f"{index.path}: {left} is {tensors[left].dtype}, but there is no {left}{_SCALE} for it.")
-    beside = scales_beside(index, {dtype for dtype in matrices.values() if kind_of(dtype) == "integer"})
-    for left, scales in beside.items():
+    codes = scales_of(index, {dtype for dtype in matrices.values() if kind_of(dtype) == "integer"})
+    for left, scales in codes.items():
         raise CheckpointError(
             f"{index.path}: {left} is {tensors[left].dtype} with scales in {scales}, and dequantize=true is for "
             f"weights in {' or '.join(sorted(DEQUANTIZED))}; {_ADVICE}."

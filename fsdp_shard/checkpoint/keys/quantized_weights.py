@@ -65,7 +65,7 @@ def quantization(index: TensorIndex) -> str | None:
     matrices = [entry for entry in index.tensors.values() if len(entry.shape) > 1]
     if any(entry.dtype == "U32" and _scales_of(entry.name) in index.tensors for entry in matrices):
         marks.append("mlx")
-    if not marks and any(entry.dtype in FLOAT8 for entry in matrices) and scales_beside(index, FLOAT8):
+    if not marks and any(entry.dtype in FLOAT8 for entry in matrices) and scales_of(index, FLOAT8):
         marks.append(_UNKNOWN_FLOAT8)
     codes = _PACKED | (_WIDE_CODES if configured and configured not in DEQUANTIZED else frozenset())
     is_packed = any(entry.dtype in codes and not _POSITIONS.search(entry.name) for entry in matrices)
@@ -76,8 +76,8 @@ def quantization(index: TensorIndex) -> str | None:
     return configured or next(iter(marks), None)
 
 
-def scales_beside(index: TensorIndex, dtypes: Collection[str]) -> dict[str, str]:
-    """Return the scales that are stored beside matrices of some dtypes, by any method's names: {matrix: scales}."""
+def scales_of(index: TensorIndex, dtypes: Collection[str]) -> dict[str, str]:
+    """Return the scales of the matrices of some dtypes, by any method's names: {matrix: scales}."""
     matrices = [name for name, entry in index.tensors.items() if entry.dtype in dtypes and len(entry.shape) > 1]
     scales = {_OF_SCALES.sub("", name): name for name in index.names if _OF_SCALES.search(name)} if matrices else {}
     stems = {name: _OF_CODES.sub("", name) for name in matrices}

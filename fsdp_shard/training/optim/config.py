@@ -39,7 +39,7 @@ class OptimConfig:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether the optimizer has state beside the parameters, which a resume needs."""
+        """Whether the optimizer has state other than the parameters, which a resume needs."""
         return True
 
     def check_installed(self) -> None:

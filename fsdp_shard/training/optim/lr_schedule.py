@@ -2,7 +2,7 @@
 
 The schedules are those of transformers' `get_scheduler`, each with a floor (`train.final_lr_fraction`); the cosine and
 its restarts after Loshchilov & Hutter, SGDR (2017). To add a schedule, add its decay to `_DECAYS`, its name to
-`SCHEDULES` in `training/config.py`, and beside that the settings that only it has.
+`SCHEDULES` in `training/config.py`, and there the settings that only it has.
 """
 
 import math

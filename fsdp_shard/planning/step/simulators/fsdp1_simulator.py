@@ -57,8 +57,8 @@ class Fsdp1Simulator(FsdpSimulator):
             self._begin_call(unit)
 
     def _begin_call(self, unit: UnitBytes) -> None:
-        # Each call of a module splits its unit anew: a call's gradients exist beside the sum of those of later calls,
-        # and are copied to a flat one at its end.
+        # Each call of a module splits its unit anew: a call's gradients exist together with the sum of those of later
+        # calls, and are copied to a flat one at its end.
         if self._begun[unit.fqn]:
             self.note(unit.fqn, extra={UNREDUCED: unit.gradients})
         if self._begun[unit.fqn] == 1:
