@@ -161,8 +161,8 @@ class ConvertSettings(SourceSettings):
     )
     dequantize: bool = setting(
         False,
-        "Write quantized weights in floating point, without their scales: fp8 with block scales, as in DeepSeek, and "
-        "MXFP4, as in gpt-oss. In dtype, or else in that of config.json. Needed to run or train them.",
+        "Write quantized weights in floating point, without their scales: fp8 with block scales and fp4 experts, as in "
+        "DeepSeek, and MXFP4, as in gpt-oss. In dtype, or else in that of config.json. Needed to run or train them.",
     )
     verify: bool = setting(True, "Read the target back and compare it with the written data.")
     sync: bool = setting(

@@ -140,7 +140,7 @@ def convert(
         base: The base model of an adapter, a directory or hub id, if it is not where the adapter says.
         config: A model directory or hub id whose config is used, for weights without one.
         tokenizer: A directory or hub id whose tokenizer is used, if the source has none.
-        dequantize: Write fp8 weights with block scales, and MXFP4, in floating point: in `dtype`, or config.json's.
+        dequantize: Write weights in fp8, fp4 or MXFP4 in floating point: in `dtype`, or config.json's.
 
     Returns:
         The report. After an error, the target is unchanged.

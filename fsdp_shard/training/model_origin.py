@@ -316,7 +316,8 @@ def collect_model_files(
     if adapter is not None and not has_own_template:
         return adapter.files()
     with TemporaryDirectory() as directory:
-        names = copy_model_files(source.model_files, Path(directory), settings.dtype)
+        # Settings of a quantization are outdated: only plain numbers are trained.
+        names = copy_model_files(source.model_files, Path(directory), settings.dtype, is_dequantized=True)
         files = {name: read_bounded(Path(directory) / name, "tokenizer_bytes") for name in names}
     if settings.labels and adapter is None:
         files[CONFIG] = set_classes(files[CONFIG], classifier_entries(settings, model_on_meta(settings, source)))

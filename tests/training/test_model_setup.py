@@ -258,6 +258,16 @@ def test_a_classifier_of_several_classes_a_text_needs_a_new_head(tmp_path: Path)
     assert json.loads(files["config.json"]).get("problem_type") is None
 
 
+def test_an_outdated_quantization_does_not_label_trained_weights(tmp_path: Path) -> None:
+    """On a GPU, transformers would take the plain weights of a saved step for fp8 without scales."""
+    config = LlamaConfig(**SIZES, intermediate_size=8)
+    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    saved = save(tmp_path / "model", config, AutoModelForCausalLM)
+    files = collect_model_files(locate(saved.path), saved, DataConfig(path="x"))
+    assert "quantization_config" in json.loads((tmp_path / "model" / "config.json").read_text())
+    assert "quantization_config" not in json.loads(files["config.json"])
+
+
 @pytest.mark.parametrize(
     ("kind", "task", "expected"),
     [

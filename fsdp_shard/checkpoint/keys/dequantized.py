@@ -1,4 +1,4 @@
-"""Dequantizes weights as they are read: fp8 with block scales, and MXFP4.
+"""Dequantizes weights as they are read: fp8 and fp4 with block scales, and MXFP4.
 
 DeepSeek and gpt-oss are published in these forms. The values are bit-equal to those of transformers' `from_pretrained`
 with `dequantize=True` (`integrations/finegrained_fp8.py`, `integrations/mxfp4.py`), but are computed one range or
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +31,15 @@ if TYPE_CHECKING:
     import torch
 
 _SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
+_OTHER_NAMES = (".scale", ".qscale_weight")  # of DeepSeek-V4 and Mistral Large 4, for x.weight
 # Other scales of a layer with an fp8 weight: those of its inputs and outputs, which only a quantized layer rounds, and
 # the weight's own under another name. transformers does not read them either.
-_OTHER_SCALES = ("activation_scale", "input_scale", "output_scale", "weight_scale")
+_OTHER_SCALES = ("activation_scale", "input_scale", "output_scale", "weight_scale", "qscale_act")
 _PLAIN = frozenset({"BF16", "F16", "F32"})
 _SCALE_DTYPES = frozenset({"F32", "BF16", "F16", "F8_E8M0", "U8"})
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _MXFP4_BLOCK = (16, 32)  # bytes and elements of a block
+_FP4, _FP4_BLOCK = "I8", (1, 32)  # two numbers a byte, of which the low bits are the first
 _ADVICE = "give the model that it was made from, or one that transformers has dequantized and saved"
 _NUM_EXPERTS_KEPT = 4  # two threads read neighboring ranges, each of which may lie in two experts
 
@@ -46,7 +48,7 @@ def dequantize(index: TensorIndex, dtype: str | None) -> TensorIndex:
     """Return the same model with its quantized weights in floating point, without their scales.
 
     Args:
-        index: Weights in fp8 with block scales, or in MXFP4.
+        index: Weights in fp8 or fp4 with block scales, or in MXFP4.
         dtype: safetensors name of the new dtype; None: that in config.json, else that of the weights in floating point.
 
     Raises:
@@ -59,28 +61,40 @@ def dequantize(index: TensorIndex, dtype: str | None) -> TensorIndex:
             f"{index.path} {found}, and dequantize=true is for weights in {' or '.join(sorted(DEQUANTIZED))}; remove "
             f"it, or give the model that it was made from."
         )
-    make = _Dequantization(index, dtype or _default_dtype(index))
-    tensors = {name: entry for name, entry in index.tensors.items() if not name.endswith((_SCALE, _BLOCKS))}
-    for name in index.names:
-        if name.endswith(_SCALE):
-            weight = name.removesuffix(_SCALE)
-            start = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}_"
-            for other in _OTHER_SCALES:
-                tensors.pop(f"{start}{other}", None)
-            tensors[weight] = make.fp8(weight)
-        elif name.endswith(_BLOCKS):
-            weight = name.removesuffix(_BLOCKS)
-            tensors.pop(weight + _SCALES, None)
-            tensors[weight] = make.mxfp4(weight)
+    scales = _block_scales(index)
+    codes = [name for name in index.names if name.endswith(_BLOCKS)]
+    make = _Dequantization(index, dtype or _default_dtype(index, frozenset(scales.values())))
+    dropped = {*scales.values(), *codes}
+    tensors = {name: entry for name, entry in index.tensors.items() if name not in dropped}
+    for weight, scale in scales.items():
+        start = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}_"
+        for other in _OTHER_SCALES:
+            tensors.pop(f"{start}{other}", None)
+        tensors[weight] = make.scaled(weight, scale)
+    for name in codes:
+        weight = name.removesuffix(_BLOCKS)
+        tensors.pop(weight + _SCALES, None)
+        tensors[weight] = make.mxfp4(weight)
     dequantized = replace(index, tensors=tensors, parts=(index,), metadata={**index.metadata, IS_DEQUANTIZED: True})
     _refuse_left(dequantized)
-    if not any(name.endswith((_SCALE, _BLOCKS)) for name in index.names):
+    if not dropped:
         example = next((name for name, entry in tensors.items() if kind_of(entry.dtype) == "integer"), index.names[0])
         raise CheckpointError(
             f"{index.path} is quantized by {method}, but no scales are named {_SCALE} and no codes {_BLOCKS}, so it is "
             f"not known how to dequantize it ({example} is {tensors[example].dtype}); {_ADVICE}."
         )
     return dequantized
+
+
+def _block_scales(index: TensorIndex) -> dict[str, str]:
+    """Return {weight: its scales}, by the names that transformers' quantizer of fp8 reads."""
+    scales = {name.removesuffix(_SCALE): name for name in index.names if name.endswith(_SCALE)}
+    for weight, entry in index.tensors.items():
+        if entry.dtype in FLOAT8 | {_FP4} and weight.endswith(".weight"):
+            names = (weight.removesuffix(".weight") + end for end in _OTHER_NAMES)
+            if (found := next((name for name in names if name in index.tensors), None)) is not None:
+                scales.setdefault(weight, found)
+    return scales
 
 
 def _refuse_left(index: TensorIndex) -> None:
@@ -97,7 +111,7 @@ def _refuse_left(index: TensorIndex) -> None:
         )
 
 
-def _default_dtype(index: TensorIndex) -> str:
+def _default_dtype(index: TensorIndex, scales: Collection[str]) -> str:
     """Return the dtype that transformers takes: the config's, else that of the first tensor in floating point."""
     config = read_config(index.model_directory)
     names = (config.get("dtype"), config.get("torch_dtype"))
@@ -105,7 +119,7 @@ def _default_dtype(index: TensorIndex) -> str:
     if found is not None and found in _PLAIN:
         return found
     plain = [entry for entry in index.tensors.values() if entry.dtype in _PLAIN and entry.num_bytes]
-    plain = [entry for entry in plain if not entry.name.endswith((_SCALE, *_OTHER_SCALES))]
+    plain = [entry for entry in plain if entry.name not in scales and not entry.name.endswith(_OTHER_SCALES)]
     return min(plain, key=lambda entry: (entry.pieces[0].file, entry.name)).dtype if plain else "BF16"
 
 
@@ -121,16 +135,22 @@ class _Dequantization:
         self._configured_block = tuple(block) if is_pair and block is not None else None
         self._expert = functools.lru_cache(maxsize=_NUM_EXPERTS_KEPT)(self._decode_expert)
 
-    def fp8(self, name: str) -> TensorEntry:
-        """Return the entry of an fp8 weight [..., rows, columns], of which each block has a scale."""
-        weight, scale = self._entry(name), self._entry(name + _SCALE)
-        if weight.dtype not in FLOAT8 or len(weight.shape) < 2 or scale.dtype not in _SCALE_DTYPES:
+    def scaled(self, name: str, scale_name: str) -> TensorEntry:
+        """Return the entry of a weight [..., rows, columns] in fp8 or fp4, of which each block has a scale."""
+        weight, scale = self._entry(name), self._entry(scale_name)
+        if weight.dtype not in FLOAT8 | {_FP4} or len(weight.shape) < 2 or scale.dtype not in _SCALE_DTYPES:
             raise self._misfit(weight, scale)
         grid = scale.shape if math.prod(scale.shape) != 1 else (1,) * len(weight.shape)
         if len(grid) != len(weight.shape) or grid[:-2] != weight.shape[:-2] or 0 in grid:
             raise self._misfit(weight, scale)
-        codec = _Fp8(self._index, weight, scale, grid, self._block(weight, scale, grid), self._dtype)
-        return weight._replace(dtype=self._dtype).with_codec(codec)
+        if weight.dtype != _FP4:
+            codec = _Scaled(self._index, weight, scale, grid, self._block(weight, scale, grid), self._dtype)
+            return weight._replace(dtype=self._dtype).with_codec(codec)
+        shape = (*weight.shape[:-1], 2 * weight.shape[-1])
+        if (grid[-2] * _FP4_BLOCK[0], grid[-1] * _FP4_BLOCK[1]) != shape[-2:]:
+            raise self._misfit(weight, scale, f" with two numbers of fp4 a byte in blocks of {list(_FP4_BLOCK)}")
+        codec = _Scaled(self._index, weight, scale, grid, _FP4_BLOCK, self._dtype)
+        return weight._replace(dtype=self._dtype, shape=shape).with_codec(codec)
 
     def mxfp4(self, name: str) -> TensorEntry:
         """Return the entry of MXFP4 experts: [experts, columns, groups, 16] -> [experts, groups * 32, columns]."""
@@ -169,9 +189,7 @@ class _Dequantization:
         import torch
 
         blocks, scales = self._index.read(name + _BLOCKS, expert), self._index.read(name + _SCALES, expert)
-        nibbles = torch.stack([blocks & 0xF, blocks >> 4], dim=-1)  # [columns, groups, 16, 2]
-        values = torch.tensor(_FP4_VALUES, dtype=torch.float32)[nibbles.int()].view(*scales.shape, -1)
-        values = torch.ldexp(values, scales.int()[..., None] - 127)
+        values = torch.ldexp(_unpack_fp4(blocks), scales.int()[..., None] - 127)  # [columns, groups, 32]
         return _cast(name, values, self._dtype).view(len(blocks), -1).T.contiguous()
 
     def _entry(self, name: str) -> TensorEntry:
@@ -188,6 +206,14 @@ class _Dequantization:
         )
 
 
+def _unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
+    """Return the float32 numbers [..., 2 * n] in bytes [..., n]."""
+    import torch
+
+    nibbles = torch.stack([packed & 0xF, packed >> 4], dim=-1)
+    return torch.tensor(_FP4_VALUES, dtype=torch.float32)[nibbles.int()].flatten(-2)
+
+
 def _cast(name: str, values: torch.Tensor, dtype: str) -> torch.Tensor:
     cast = values.to(to_torch(dtype))
     if dtype == "F16" and (values.isfinite() & ~cast.isfinite()).any():
@@ -199,7 +225,7 @@ def _cast(name: str, values: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fp8:
+class _Scaled:
     """Decodes ranges of a weight; `grid` is the shape of its scales, `block` the elements that share one."""
 
     index: TensorIndex
@@ -216,7 +242,8 @@ class _Fp8:
     def decode_into(self, read: Any, start: int, out: memoryview) -> None:
         import torch
 
-        *_, num_rows, num_columns = self.weight.shape
+        *_, num_rows, num_stored = self.weight.shape
+        num_columns = self.block[1] * self.grid[-1] if self.weight.dtype == _FP4 else num_stored
         stop = start + len(out) // itemsize(self.dtype)
         first, last = start // num_columns, -(-stop // num_columns)
         rows = torch.arange(first, last)
@@ -225,7 +252,8 @@ class _Fp8:
         scales = self._read(self.scale, low * self.grid[-1], high * self.grid[-1]).view(-1, self.grid[-1])
         scales = torch.exp2(scales.float() - 127.0) if self.scale.dtype == "U8" else scales.float()
         scales = scales.repeat_interleave(self.block[1], dim=1)[:, :num_columns]
-        values = self._read(self.weight, first * num_columns, last * num_columns).float().view(-1, num_columns)
+        stored = self._read(self.weight, first * num_stored, last * num_stored).view(-1, num_stored)
+        values = _unpack_fp4(stored.view(torch.uint8)) if self.weight.dtype == _FP4 else stored.float()
         values *= scales[of_scales - low]
         values = values.view(-1)[start - first * num_columns : stop - first * num_columns]
         torch.frombuffer(out, dtype=to_torch(self.dtype)).copy_(_cast(self.weight.name, values, self.dtype))
