@@ -179,9 +179,10 @@ class TensorIndex:
         Raises:
             CheckpointError: A file is damaged.
         """
-        for entry in self.tensors.values():
-            for piece in entry.pieces:
-                self.reader.finish_checksum(piece)
+        for index, names in ((self, self.names), *self.decoded_from()):
+            for name in names:
+                for piece in index.tensors[name].pieces:
+                    index.reader.finish_checksum(piece)
 
     def remember_files(self) -> None:
         """Fix the files to read: a later replacement is rejected, even if the file was never opened.

@@ -123,12 +123,10 @@ class Location:
                 f"{self.weights} is an adapter of {path}, which is an adapter itself; convert that to a model first."
             )
         found = dataclasses.replace(found, config_path=self.config_path)
-        return found.absolute() if self.weights.is_absolute() else found
-
-    def absolute(self) -> Location:
-        """Return this location for a process that changes its working directory."""
-        side = None if self.side is None else self.side.absolute()
-        return dataclasses.replace(self, weights=self.weights.absolute(), side=side)
+        if not self.weights.is_absolute():
+            return found
+        side = None if found.side is None else found.side.absolute()  # like these weights, wherever this process goes
+        return dataclasses.replace(found, weights=found.weights.absolute(), side=side)
 
     def _unreadable_base(self, path: str, error: InputError) -> CheckpointError:
         file = self.weights / peft.ADAPTER_CONFIG

@@ -1,6 +1,7 @@
 """The model files: a model's files other than weights, such as config, tokenizer, chat template and license.
 
-They are copied byte for byte, except for the `dtype` in config.json, which records the written dtype.
+They are copied byte for byte, except for the `dtype` in config.json, which records the written dtype, and for the
+settings of a quantization, which are left out for plain weights.
 """
 
 import json

@@ -36,7 +36,7 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) ->
     try:
         write_file(temporary, content, sync=sync)
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     if sync:

@@ -76,7 +76,7 @@ class LimitedProcess(Generic[A, R]):
                 if (is_large := _memory_bytes(self._pid) - before > most_bytes) or time.monotonic() > deadline:
                     os.kill(self._pid, signal.SIGKILL)
                     self._wait()
-                    raise self._excess("memory", "bytes") if is_large else self._death()
+                    raise self._excess("memory", "bytes") if is_large else self._excess("time", "seconds")
             result, error = self._connection.recv()
         except (EOFError, ConnectionError):
             raise self._death() from None

@@ -32,6 +32,14 @@ def test_a_disk_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: p
         assert os.listdir(tmp_path) == ["a"]
 
 
+def test_text_that_cannot_be_encoded_leaves_the_old_content(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "a", "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(tmp_path / "a", "\ud800")
+    assert (tmp_path / "a").read_text() == "old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
 def test_a_directory_appears_complete_or_not_at_all(tmp_path: Path) -> None:
     target = tmp_path / "made" / "target"
 

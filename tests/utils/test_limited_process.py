@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_shard.errors import CheckpointError, DataError, ModelError
-from fsdp_shard.utils import LimitedProcess, run_limited
+from fsdp_shard.utils import LimitedProcess, limited_process, run_limited
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +82,13 @@ def test_the_limits_are_those_of_each_call_and_of_its_size() -> None:
             process(5.0)
         with pytest.raises(CheckpointError, match="ended the process that did it, which was said before"):
             process(0.0)
+
+
+def test_a_wait_for_ever_takes_too_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limited_process, "_WALL_SECONDS", 0.1)
+    monkeypatch.setattr(limited_process, "_WALL_FACTOR", 1.0)
+    with pytest.raises(ModelError, match=r"doing it takes too much time: the limit is 0\.2 s"):
+        run_limited(lambda: time.sleep(60), "doing it", error=ModelError)
 
 
 def test_threads_take_turns() -> None:

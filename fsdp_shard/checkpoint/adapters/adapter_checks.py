@@ -34,16 +34,18 @@ _MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.default)?(?:
 class QuantizedBaseError(CheckpointError):
     """The weights that an adapter changes are quantized in its base."""
 
-    def __init__(self, adapter: TensorIndex, base: TensorIndex, method: str) -> None:
-        advice = (
-            f"dequantize it by fsdp-shard convert source={base.path} target=DIR dequantize=true, and give base=DIR"
-            if method in DEQUANTIZED
-            else "give base=DIR, the model that it was made from, or one that transformers has dequantized and saved"
-        )
-        super().__init__(
-            f"{adapter.root} is an adapter whose base {base.path} is quantized ({method}), and adapters are merged "
-            f"into weights in floating point only; {advice}."
-        )
+
+def quantized_base_error(adapter: TensorIndex, base: TensorIndex, method: str) -> QuantizedBaseError:
+    """Return the error for a base that is quantized by a `method`."""
+    advice = (
+        f"dequantize it by fsdp-shard convert source={base.path} target=DIR dequantize=true, and give base=DIR"
+        if method in DEQUANTIZED
+        else "give base=DIR, the model that it was made from, or one that transformers has dequantized and saved"
+    )
+    return QuantizedBaseError(
+        f"{adapter.root} is an adapter whose base {base.path} is quantized ({method}), and adapters are merged "
+        f"into weights in floating point only; {advice}."
+    )
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.checkpoint.adapters.adapter_checks import (
     AdapterParts,
-    QuantizedBaseError,
     check_adapter,
     check_factors,
     is_unread_copy,
+    quantized_base_error,
     refuse_other_base,
 )
 from fsdp_shard.checkpoint.adapters.merged_matrix import LowRankSum, ReplacedRows, ScaledSum
@@ -85,7 +85,7 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
     except CheckpointError as error:  # quantized weights have other names, shapes and dtypes
         if (method := quantization(base)) is None or _are_plain(base, settings, parts):
             raise
-        raise QuantizedBaseError(adapter, base, method) from error
+        raise quantized_base_error(adapter, base, method) from error
 
 
 def _merged(
@@ -121,7 +121,7 @@ def _merged(
     if not entries:
         raise CheckpointError(f"{notes[-1]} Nothing of it is left.")
     if unused and settings.is_all_linear and (method := quantization(base)) is not None:
-        raise QuantizedBaseError(adapter, base, method)  # no matrices show that its layers are linear
+        raise quantized_base_error(adapter, base, method)  # no matrices show that its layers are linear
     return replace(
         base,
         format=peft.NAME,

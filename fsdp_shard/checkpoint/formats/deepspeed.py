@@ -144,8 +144,7 @@ def _check_fragments(model: State, number: int, starts: Mapping[str, tuple[int, 
         high = low + zero.groups[number].num_elements
         parts = {name: (max(at - low, 0), min(at + n, high) - max(at, low)) for name, (at, n) in starts.items()}
         expected = {name: part for name, part in parts.items() if part[1] > 0}
-        found = expected if zero.fragments is None else zero.fragments[number : number + 1]
-        if found not in (expected, [expected]):
+        if zero.fragments is not None and zero.fragments[number : number + 1] != [expected]:
             raise CheckpointError(
                 f"{model.path} and the optimizer file of rank {rank} do not have the same parameters in group "
                 f"{number}: the files were mixed up, or one is damaged."

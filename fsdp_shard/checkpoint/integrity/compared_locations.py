@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from fsdp_shard.checkpoint.adapters.adapter_checks import check_adapter
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.keys.lora_settings import setting_differences
-from fsdp_shard.checkpoint.location import Location, locate
+from fsdp_shard.checkpoint.location import Location
 from fsdp_shard.errors import CheckpointError
 
 
@@ -32,9 +30,8 @@ def refuse_unused_base(base: str | None, *locations: Location | None, are_run: b
         )
 
 
-def open_both(a: str | Path | Location, b: str | Path | Location) -> tuple[TensorIndex, TensorIndex]:
+def open_both(one: Location, two: Location) -> tuple[TensorIndex, TensorIndex]:
     """Open two checkpoints to compare them: an adapter compared with a model is merged into its base."""
-    one, two = (item if isinstance(item, Location) else locate(item) for item in (a, b))
     if one.is_adapter == two.is_adapter:
         return one.index, two.index
     return one.model_index, two.model_index

@@ -117,7 +117,7 @@ def compare_with_base(location: Location, index: TensorIndex) -> tuple[list[Prob
         with location.model_index as merged:
             problems = [Problem(note) for note in merged.notes]
             changed = [name for name, entry in merged.tensors.items() if location.base.index.tensors.get(name) != entry]
-            scan(merged, (), changed)
+            scan(merged, changed, ())  # reading them merges them: only its errors count
             found, notes = compare_with_config(merged, location.expected_config_directory)
     except QuantizedBaseError as error:
         return [], [f"not compared with its base model: {error}"]

@@ -151,8 +151,7 @@ def _tensor_jobs(index: TensorIndex, manifest: Manifest, part: int, num_parts: i
         else:
             # Like rows over ranks. Tensors with fewer chunks than parts each begin at a different part.
             shift = number * _SPREAD % num_parts
-            first, stop = (max(-(-(edge * total - shift) // num_parts), 0) for edge in (part, part + 1))
-            stop = total if part == num_parts - 1 else stop
+            first, stop = (-(-(edge * total - shift) // num_parts) for edge in (part, part + 1))
         for start in range(first, stop, digests.JOB_CHUNKS):
             yield partial(_check, index, entry.name, range(start, min(start + digests.JOB_CHUNKS, stop)), chunks)
 

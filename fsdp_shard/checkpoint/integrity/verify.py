@@ -211,9 +211,11 @@ class _Checkpoint:
             self._fail(error)
 
     def show(self, view: TensorIndex) -> None:
-        """Replace the index, whose own bytes are already checked, with a view of it under other names."""
+        """Replace the index with a view of it under other names, after its own bytes are checked."""
+        assert self.index is not None, "it has a view"
         self.read((), searches=False)
         self.manifest = None  # the stored tensors alone
+        view.reader.checksums = self.index.reader.checksums  # all were compared, and their problems are listed
         self.stored, self.index = self.index, self._stack.enter_context(view)
 
     def check_alone(self) -> None:
@@ -241,7 +243,8 @@ class _Checkpoint:
         self.index.reader.checksums.raises = False
         try:
             found = scan(self.index, digested, searched)
-            self.problems += checksum_problems(self.index)
+            if self.stored is None:
+                self.problems += checksum_problems(self.index)
         except (CheckpointError, OSError) as error:
             self._fail(error)
             return Scan()

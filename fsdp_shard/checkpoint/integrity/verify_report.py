@@ -77,7 +77,7 @@ class VerifyReport:
         content_checked: Whether there was a manifest with digests to compare every byte with.
         seconds: The duration of the check.
         problems: All errors found.
-        checked: The checks of a checkpoint without a manifest.
+        checked: The checks other than of digests; the text names them if there is no manifest.
         against: The other checkpoint, if one was given.
         num_cast: The number of tensors whose dtype differs in the other checkpoint.
         not_read: The kinds of unchecked tensors that are not weights.

@@ -96,15 +96,19 @@ def move_directory(source: Path, target: Path, *, replace: bool, sync: bool = Tr
         os.rename(target, old)
         os.rename(source, target)
     fsync_path(target.parent)
-    shutil.rmtree(old)
+    shutil.rmtree(old, ignore_errors=True)  # the new one is in place; NFS keeps files that are still open
 
 
 def recover(target: Path) -> None:
-    """Undo a `move_directory` that a crash interrupted between its two renames: restore the old directory."""
+    """Finish a `move_directory` that a crash interrupted: restore the old directory, or delete it if it is replaced."""
     old = _replaced_name(target)
-    if old.is_dir() and not old.is_symlink() and not os.path.lexists(target):
-        os.rename(old, target)
-        fsync_path(target.parent)
+    if not old.is_dir() or old.is_symlink():
+        return
+    if os.path.lexists(target):
+        shutil.rmtree(old, ignore_errors=True)
+        return
+    os.rename(old, target)
+    fsync_path(target.parent)
 
 
 def _replaced_name(target: Path) -> Path:

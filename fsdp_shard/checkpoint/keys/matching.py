@@ -37,7 +37,7 @@ class MatchedNames:
 
     Attributes:
         stored: Name of a parameter or persistent buffer -> name in the index; for tied parameters, only the kept name.
-        note: Lines about unused stored tensors; empty if there are none.
+        note: Lines about what an adapter's merge dropped and about unused stored tensors; empty if there are none.
         unused: The names of stored tensors that the model lacks.
         computed: Names in the index of values that transformers computes.
     """

@@ -51,19 +51,19 @@ def quantization(index: TensorIndex) -> str | None:
     Weights of a GGUF file are plain, as reading dequantizes them. A config that names a method for plain weights is
     outdated, unless that method quantizes in each forward pass: then the weights are of another model.
     """
+    if index.metadata.get(IS_DEQUANTIZED) is True:
+        return None
     try:
         settings = quantization_settings(index.model_directory)
     except CheckpointError:  # code that needs the config reports its errors; the weights can be read without it
         settings = {}
     configured = _method(settings)
-    if index.metadata.get(IS_DEQUANTIZED) is True:
-        return None
     names = "\n".join(index.names)
     marks = [method for method, mark in _MARKS.items() if re.search(mark, names, re.MULTILINE)]
     if "mxfp4" in marks and not re.search("_scales$", names, re.MULTILINE):
         marks.remove("mxfp4")
     matrices = [entry for entry in index.tensors.values() if len(entry.shape) > 1]
-    if any(entry.dtype == "U32" and _scales_of(entry.name) in index.tensors for entry in matrices):
+    if any(entry.dtype == "U32" and _mlx_scales(entry.name) in index.tensors for entry in matrices):
         marks.append("mlx")
     if not marks and any(entry.dtype in FLOAT8 for entry in matrices) and scales_of(index, FLOAT8):
         marks.append(_UNKNOWN_FLOAT8)
@@ -120,7 +120,7 @@ def _method(settings: Mapping[str, Any]) -> str | None:
     return method if isinstance(method, str) else None
 
 
-def _scales_of(name: str) -> str:
+def _mlx_scales(name: str) -> str:
     """Return MLX's name of the scales of a weight."""
     return f"{name.removesuffix('weight')}scales"
 

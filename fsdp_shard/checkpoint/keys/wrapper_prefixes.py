@@ -141,7 +141,8 @@ def plain_names(names: Iterable[str], *, is_nested: bool = True) -> Selection:
     adapters = [name for name in stored if is_peft and _is_of_adapter(name)]
     if adapters and len(adapters) == len(stored):
         return Selection({name: name for name in stored}, {})
-    plain = {name: _without_wrappers(name, is_peft) for name in stored if name not in set(adapters)}
+    dropped = set(adapters)
+    plain = {name: _without_wrappers(name, is_peft) for name in stored if name not in dropped}
     for prefix in ("module.", PEFT_PREFIX, *(("model.",) if is_nested else ())):
         while _is_removable(prefix, plain.values()):
             plain = {name: fqn.removeprefix(prefix) for name, fqn in plain.items()}

@@ -30,10 +30,9 @@ def check_same_run(remote: RemoteStore, store: StepStore) -> None:
         return
     common = set(local) & set(uploaded)
     own_step, other_step = (max(common), max(common)) if common else (max(local), max(uploaded))
-    own = read_manifest(store.path(own_step))
-    other = parse_manifest(remote.manifest(other_step), remote.address(other_step, MANIFEST))
-    if own is None:
+    if (own := read_manifest(store.path(own_step))) is None:
         return
+    other = parse_manifest(remote.manifest(other_step), remote.address(other_step, MANIFEST))
     if common and own.tensors != other.tensors:
         raise _another_run(remote, other_step, store, own_step, "their weights differ")
     if common:

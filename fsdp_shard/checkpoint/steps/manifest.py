@@ -44,7 +44,7 @@ class TensorRecord:
 class Manifest:
     """The content of a save. `layout` is gathered or sharded; `mesh` maps the device mesh's dimensions to sizes.
 
-    `step` is None in a checkpoint that `convert` made, `world_size` the number of rank files (1 when gathered).
+    `step` is None if it is not known, `world_size` the number of rank files (1 when gathered).
     """
 
     layout: str

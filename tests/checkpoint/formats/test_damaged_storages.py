@@ -17,7 +17,7 @@ from fsdp_shard import load_dispatched
 from fsdp_shard.checkpoint import convert, open_checkpoint, verify
 from fsdp_shard.checkpoint.integrity.verify_report import Problem
 from fsdp_shard.errors import CheckpointError
-from tests.support.tiny import save_model
+from tests.support.tiny import save_adapter, save_model
 
 _DAMAGED = "do not have the CRC32 that was written with them"
 
@@ -79,6 +79,33 @@ def views() -> dict[str, torch.Tensor]:
     """Tensors that are parts of storages, in other strides, or share one."""
     wide = torch.arange(600_000.0)
     return {"part": wide[10:500_000], "transposed": torch.arange(30.0).reshape(5, 6).t(), "again": wide[20:]}
+
+
+def test_a_damaged_storage_is_one_problem_under_any_names(tmp_path: Path) -> None:
+    """`--against` compares files of different names a second time, under the names of the model."""
+    root, other = model(tmp_path / "model"), save_model(tmp_path / "other")
+    weights = torch.load(root / "pytorch_model.bin")
+    torch.save({name.removeprefix("model."): tensor for name, tensor in weights.items()}, root / "pytorch_model.bin")
+    flip_in(root, _NAME.removeprefix("model."))
+    problems = verify(root, other).problems
+    assert [_DAMAGED in problem.message for problem in problems] == [True, False]
+    assert "differ" in problems[1].message
+
+
+def test_an_unread_part_of_a_weight_that_an_adapter_changes(tmp_path: Path) -> None:
+    """A storage is checked as a whole where the weight in it is merged with an adapter, too."""
+    root = model(tmp_path / "model")
+    adapter = save_adapter(tmp_path / "adapter", save_model(tmp_path / "base"))
+    weights = torch.load(root / "pytorch_model.bin")
+    wide = torch.cat([weights[_NAME].flatten(), torch.ones(64)])
+    torch.save(weights | {_NAME: wide[:-64].view_as(weights[_NAME])}, root / "pytorch_model.bin")
+    convert(adapter, tmp_path / "sound", base=root)
+    with open_checkpoint(root) as index:
+        (piece,) = index.entry(_NAME).pieces
+    assert piece.checksum is not None
+    flip(root / "pytorch_model.bin", piece.checksum.start + piece.checksum.num_bytes - 1)
+    with pytest.raises(CheckpointError, match=_DAMAGED):
+        convert(adapter, tmp_path / "out", base=root)
 
 
 @pytest.mark.parametrize("name", ["part", "transposed", "again"])

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV4Config,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     GptOssConfig,
@@ -113,6 +114,31 @@ def test_a_router_that_is_stored_under_another_name(tmp_path: Path, mixtral: Pre
     mixtral.save_pretrained(tmp_path / "base")
     settings = {"target_modules": ["q_proj"], "modules_to_save": ["gate"]}
     save(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), settings, tmp_path / "adapter")
+    assert_merged_as_by_peft(tmp_path / "adapter", tmp_path / "base")
+
+
+def test_a_router_with_a_table_of_integers(tmp_path: Path) -> None:
+    """DeepSeek-V4's router has one from tokens to experts, which peft saves with the router's weights."""
+    config = DeepseekV4Config(
+        vocab_size=31,
+        hidden_size=16,
+        moe_intermediate_size=8,
+        num_hidden_layers=1,
+        layer_types=["heavily_compressed_attention"],
+        mlp_layer_types=["hash_moe"],
+        num_attention_heads=2,
+        head_dim=8,
+        q_lora_rank=8,
+        n_routed_experts=3,
+        num_experts_per_tok=2,
+        o_groups=1,
+        o_lora_rank=8,
+        hc_mult=2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    settings = {"target_modules": ["q_a_proj"], "modules_to_save": ["gate"]}
+    save(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), settings, tmp_path / "adapter")
+    assert verify(tmp_path / "adapter").is_sound
     assert_merged_as_by_peft(tmp_path / "adapter", tmp_path / "base")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -270,8 +271,9 @@ def test_an_adapter_of_a_quantized_base(method: str, modules: str | list[str], t
         rf"convert source={base} target=DIR dequantize=true" if method in ("fp8", "mxfp4") else "give base=DIR, the"
     )
     message = rf"adapter is an adapter whose base {base} is quantized \({method}\), and .*{advice}"
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as error:
         convert(adapter, tmp_path / "target")
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value), "ranks send it to each other"
     with pytest.raises(CheckpointError, match=message):
         load_dispatched(adapter, device_map="cpu")
     report = verify(adapter)

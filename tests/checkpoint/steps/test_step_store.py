@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,28 @@ def test_directories_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.Monk
     atomicity.move_directory(new, target, replace=True)
     assert [entry.name for entry in target.iterdir()] == ["new"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["target"]
+
+
+def test_what_is_left_of_a_replaced_directory_is_deleted_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS has no exchange of names and keeps the files of a deleted directory that are still open."""
+    monkeypatch.setattr(atomicity, "_exchange", lambda one, other: False)
+    target = tmp_path / "target"
+    rmdir = os.rmdir
+
+    def busy(path: Path, **options: Any) -> None:
+        if path.name == ".target.replaced" and (target / "file-1").exists():  # while it replaces file-0
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        rmdir(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", busy)
+        for number in range(3):
+            atomicity.recover(target)
+            with atomicity.new_directory(target, 0, replace=True) as new:
+                (new / f"file-{number}").write_text("")
+    assert [entry.name for entry in target.iterdir()] == ["file-2"]
+    atomicity.recover(target)
+    assert os.listdir(tmp_path) == ["target"]
 
 
 def test_a_step_that_does_not_fit_is_not_begun(tmp_path: Path) -> None:
