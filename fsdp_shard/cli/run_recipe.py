@@ -25,7 +25,7 @@ from fsdp_shard.cli.sweep_table import refuse_other_sweep, refuse_shared, sweep_
 from fsdp_shard.distributed import check_machine, is_joined_rank, joined_rank, launch, may_restart
 from fsdp_shard.errors import ConfigError, FsdpShardError, InputError, Interrupted, RunError
 from fsdp_shard.training import lock_directory
-from fsdp_shard.utils import RESULT, check_writable, first_line, is_out_of_memory, shipped_directory, warnings_of
+from fsdp_shard.utils import RESULT, check_writable, first_line, is_out_of_memory, is_shipped, warnings_of
 
 C = TypeVar("C", bound=configs.RunConfig)
 
@@ -89,12 +89,12 @@ class Recipe(Generic[C]):
     def check(self, config: C) -> None:
         """Check the files named in `config`; raise InputError if one is unsuitable."""
         if self._check is not None:
-            with _importable(self.file.parent):
+            with _siblings_importable(self.file):
                 self._check(config)
 
     def run_on_rank(self, config: C) -> None:
         """Do the work of one rank. Raises RunError if its memory is exhausted."""
-        with _importable(self.file.parent):
+        with _siblings_importable(self.file):
             try:
                 self.work(config)
             except (MemoryError, RuntimeError) as error:
@@ -152,31 +152,33 @@ def run_jobs(
         if joined_rank() == 0:
             for line in dict.fromkeys(line for job in jobs for line in warnings_of(job.config)):
                 print(line, file=sys.stderr, flush=True)
-        later = [job for job in jobs if schema.rank_mode == "started" and is_joined_rank(job.config.launch)]
-        for job in jobs:
-            if job not in later:  # one rank of each machine checks the later ones
-                _check(find(), job.config)
+        if not jobs:
+            return jobs
+        recipe = find()
+        is_joined = schema.rank_mode == "started" and is_joined_rank(jobs[0].config.launch)
+        if not is_joined:  # otherwise, one rank of each machine checks the job
+            for job in jobs:
+                _check(recipe, job.config)
         if len(jobs) > 1:
             refuse_other_sweep(jobs)
     if owns_process:
         start_garbage_collection()
     if len(jobs) > 1:
-        _run_sweep(find, jobs)
+        _run_sweep(recipe, jobs)
         return jobs
-    for job in jobs:  # at most one
-        with one_report() if job in later else nullcontext():
-            _run_job(find(), job.config, may_fork=owns_process)
+    with one_report() if is_joined else nullcontext():
+        _run_job(recipe, jobs[0].config, may_fork=owns_process)
     return jobs
 
 
-def _run_sweep(find: Callable[[], Recipe[C]], jobs: Sequence[configs.Job[C]]) -> None:
+def _run_sweep(recipe: Recipe[C], jobs: Sequence[configs.Job[C]]) -> None:
     """Run all jobs one by one, and print their figures as a table; raise RunError if any failed."""
     failed: list[str] = []
     for number, (job, changed) in enumerate(zip(jobs, varied_settings(jobs), strict=True), start=1):
         settings = " ".join(f"{name}={value}" for name, value in changed.items())
         print(f"[{number}/{len(jobs)}] {settings} -> {job.config.run_dir}", flush=True)
         try:
-            _run_job(find(), job.config)
+            _run_job(recipe, job.config)
         except FsdpShardError as error:
             if isinstance(error, Interrupted):
                 raise
@@ -253,7 +255,7 @@ def _refuse_training_run(config: configs.RunConfig) -> None:
 
 def _run_job(recipe: Recipe[C], config: C, *, may_fork: bool = True) -> None:
     """Run one job in its locked run directory; if it fails, its error is recorded there."""
-    if recipe.file.parent != shipped_directory("recipes").resolve():
+    if not is_shipped(recipe.file):
         config.own_recipe = recipe.file.name
     with _recorded_failure(config), _lock(config):
         _start_ranks(recipe, config, may_fork=may_fork)
@@ -272,7 +274,8 @@ def _recorded_failure(config: configs.RunConfig) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, InputError) and joined_rank() == 0:
             _remove_made(missing if config.run_dir == named else [Path(config.run_dir).absolute()])
-        if not isinstance(error, InputError) or _last_write(config) != before:  # unless it was rejected at once
+        is_at_once = isinstance(error, InputError) and _last_write(config) == before
+        if not is_at_once and config.rank_mode != "planned":
             write_error(config.run_dir, error)
         raise
 
@@ -294,7 +297,7 @@ def _lock(config: configs.RunConfig) -> Iterator[None]:
 
 def _start_ranks(recipe: Recipe[C], config: C, *, may_fork: bool) -> None:
     """Start the ranks of a job and wait for them; a recipe without ranks runs in this process."""
-    if joined_rank() == 0:
+    if joined_rank() == 0 and config.rank_mode != "planned":  # the run_dir of plan and doctor is that of another run
         remove_error(config.run_dir)
     if config.rank_mode == "started":
         begin = partial(_make_run_dir, writes_config=recipe.writes_config)
@@ -389,7 +392,7 @@ def load_recipe(path: str | Path) -> Recipe[Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        with _importable(file.parent):
+        with _siblings_importable(file):
             spec.loader.exec_module(module)
     except Exception as error:
         raise InputError(f"{path} could not be loaded: {type(error).__name__}: {error}.") from error
@@ -404,10 +407,17 @@ def load_recipe(path: str | Path) -> Recipe[Any]:
 
 
 @contextmanager
-def _importable(directory: Path) -> Iterator[None]:
-    """Make modules in `directory` importable within the block."""
-    sys.path.insert(0, str(directory))
+def _siblings_importable(file: Path) -> Iterator[None]:
+    """Make the modules beside an own recipe importable within the block.
+
+    Shipped ones import none, and would shadow packages: `recipes/evaluate.py` is not the `evaluate` of Hugging Face,
+    which lm-evaluation-harness imports.
+    """
+    if is_shipped(file):
+        yield
+        return
+    sys.path.insert(0, str(file.parent))
     try:
         yield
     finally:
-        sys.path.remove(str(directory))
+        sys.path.remove(str(file.parent))

@@ -113,7 +113,7 @@ class Communicator:
 
 
 class SilentCommunicator(Communicator):
-    """A rank that waits for no others: every collective returns its own values."""
+    """A rank that waits for no others: collectives return its own values, those of tensors by torch's fake backend."""
 
     def with_new_group(self, timeout_seconds: float) -> Self:
         return self

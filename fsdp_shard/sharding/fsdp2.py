@@ -249,7 +249,7 @@ def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def _prefetch(units: Sequence[FSDPModule], settings: ShardConfig) -> None:
-    """Set for each of `units`, in the order in which they run, which ones to prefetch."""
+    """Set for each of `units`, in the order of modules in the model, which ones to prefetch."""
     backwards = units[::-1]
     for number in range(len(units)):
         if ahead := units[number + 1 : number + 1 + (settings.prefetch_forward or 0)]:

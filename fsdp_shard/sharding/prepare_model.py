@@ -38,8 +38,7 @@ def prepare_model(model: nn.Module, shard: ShardConfig, context: DistributedCont
         The units to shard.
     """
     refuse_wrapped(model)
-    check_shardable(model, shard)
-    units = plan_units(model, shard)
+    units = check_shardable(model, shard)
     _divide_sequences(model, shard, context)
     for param in model.parameters():
         if not param.numel():  # MobileBERT has one unless its embeddings are smaller
@@ -107,16 +106,21 @@ def warn_of_batch_norms(model: nn.Module, context: DistributedContext) -> None:
         )
 
 
-def check_shardable(model: nn.Module, shard: ShardConfig) -> None:
+def check_shardable(model: nn.Module, shard: ShardConfig) -> tuple[Unit, ...]:
     """Check that `model` can be sharded, compiled and checkpointed with these settings.
+
+    Returns:
+        The units to shard.
 
     Raises:
         ModelError: No blocks are found in the model.
         ConfigError: A setting cannot work for this model, or has no effect.
     """
     _check_backend(shard.compile)
-    _check_recomputed(model, shard, plan_units(model, shard))
+    units = plan_units(model, shard)
+    _check_recomputed(model, shard, units)
     shard.check_supported(model)
+    return units
 
 
 def _check_recomputed(model: nn.Module, shard: ShardConfig, units: Sequence[Unit]) -> None:
@@ -139,11 +143,10 @@ def _check_recomputed(model: nn.Module, shard: ShardConfig, units: Sequence[Unit
 
 
 def check_dtypes(model: nn.Module, shard: ShardConfig) -> None:
-    """Raise ConfigError if the wrapper does not support the model, or units have parameters of different dtypes.
+    """Raise ConfigError if units have parameters of different dtypes.
 
     Only the trained parameters of a unit need one dtype, but all of them if the wrapper flattens units.
     """
-    shard.check_supported(model)
     params = dict(model.named_parameters())
     for unit in plan_units(model, shard):
         held = [params[name] for name in unit.parameters if shard.flattens_units or params[name].requires_grad]

@@ -208,9 +208,10 @@ class TrainConfig:
 
 
 class ModelSettings(Protocol):
-    """The model of a config."""
+    """The model of a config, and what it is trained for."""
 
     model: ModelConfig
+    objective: ObjectiveConfig
 
     @property
     def source(self) -> Location:
@@ -253,7 +254,6 @@ class FinetuneSettings(ModelSettings, Launchable, Protocol):
     loss: str | None
     data: DataConfig
     shard: ShardConfig
-    objective: ObjectiveConfig
     adapter: AdapterConfig
     optim: OptimConfig
     train: TrainConfig

@@ -51,7 +51,7 @@ class ModelDescription:
         tree: The units with their sizes, one line each, with `shard.explain`.
         adapter: The trained adapter, if any.
         num_fused: Number of modules with fused kernels.
-        config: The config of the model.
+        config: The config of the model; `load_model` always sets it.
         base: The model that the run began from; None if the step to resume from does not record it.
         notes: Lines about unused parts of the files: tensors that the model lacks, settings of its config.
     """

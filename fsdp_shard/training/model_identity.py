@@ -8,6 +8,7 @@ from fsdp_shard import checkpoint
 from fsdp_shard.errors import CheckpointError, InputError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.training.config import ModelSettings
+from fsdp_shard.training.objectives.objective import ReferenceConfig
 
 
 def model_name(config: ModelConfig) -> str:
@@ -60,8 +61,7 @@ def check_base_model(config: ModelSettings, step_directory: Path | None) -> str 
         raise other_model(step_directory, recorded, given.path)
     if not changes:
         return None
-    has_reference = getattr(getattr(config, "objective", None), "reference", None) is not None
-    if has_reference or checkpoint.is_adapter(step_directory):
+    if isinstance(config.objective, ReferenceConfig) or checkpoint.is_adapter(step_directory):
         raise other_config(step_directory, recorded, given.path, changes)
     return (
         f"config.json of model.path={given.path} has changed since the run began from it ({', '.join(changes)}), and "

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
+from functools import partial
 
 from torch.optim import Optimizer
 
@@ -35,7 +36,7 @@ from fsdp_shard.training.held_out.sample_completions import sample_completions
 from fsdp_shard.training.load_model import LoadedModel, UnfilledModel, unfilled_model
 from fsdp_shard.training.logging.mfu import trains_every_token, utilization
 from fsdp_shard.training.logging.model_summary import describe_loaded_model
-from fsdp_shard.training.logging.profiler import StepProfiler
+from fsdp_shard.training.logging.profiler import profile_step
 from fsdp_shard.training.logging.run_log import RunLog
 from fsdp_shard.training.logging.trackers import public_settings
 from fsdp_shard.training.loop import TrainingRun
@@ -222,7 +223,7 @@ def open_run(
         state=state,
         stop=start.stop,
         sync_every_micro_batch=config.shard.sync_every_micro_batch,
-        profile=StepProfiler(config.train.profile, config.run_dir, context).profile,
+        profile=partial(profile_step, config.train.profile, config.run_dir, context),
         functions=CustomFunctions(
             loss=import_loss(config.loss), samples=sample_completions(config, start.open_tokenizer, context)
         ),

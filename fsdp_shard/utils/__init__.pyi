@@ -44,6 +44,7 @@ from .limited_process import (
 )
 from .package_data import (
     configs as configs,
+    is_shipped as is_shipped,
     recipes as recipes,
     render_page as render_page,
     shipped_directory as shipped_directory,

@@ -21,6 +21,12 @@ def shipped_directory(folder: str) -> Path:
     return inside if inside.is_dir() else _PACKAGE.parent / folder
 
 
+def is_shipped(file: Path) -> bool:
+    """Whether a file is a recipe that ships, or a module of this package."""
+    file = file.resolve()
+    return file.is_relative_to(_PACKAGE) or file.parent == shipped_directory("recipes").resolve()
+
+
 @dataclass(frozen=True)
 class Item:
     """A file that users may copy, with the name that `ls` shows and `cp` accepts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -18,9 +19,9 @@ import pytest
 
 from fsdp_shard import __version__
 from fsdp_shard.checkpoint import convert
-from fsdp_shard.cli import load_recipe
-from fsdp_shard.config import COMMANDS
-from fsdp_shard.utils import configs, recipes
+from fsdp_shard.cli import Recipe, load_recipe
+from fsdp_shard.config import COMMANDS, PlanConfig
+from fsdp_shard.utils import configs, recipes, shipped_directory
 from tests.support.commands import FSDP_SHARD, OWN_RECIPE, ROOT, Done, environment, fsdp_shard, hear_signals, run
 from tests.support.cpu_speed import slowdown
 
@@ -106,8 +107,8 @@ def test_cp_copies_out_once(place: Path) -> None:
     assert again.error == "error: mine.py already exists and is not overwritten; give another name."
     assert fsdp_shard("cp", f"{name}.py", "own/", cwd=place).status == 0
     assert (place / "own" / f"{name}.py").is_file()
-    for shipped_directory, wrong in (("finetune", "mine.txt"), ("finetune.yaml", "mine")):
-        refused = fsdp_shard("cp", shipped_directory, wrong, cwd=place)
+    for shipped, wrong in (("finetune", "mine.txt"), ("finetune.yaml", "mine")):
+        refused = fsdp_shard("cp", shipped, wrong, cwd=place)
         assert (refused.status, (place / wrong).exists()) == (2, False)
         assert "give it a name that ends with ." in refused.err
     unknown = fsdp_shard("cp", "fintune.yaml", "own/", cwd=place)
@@ -459,6 +460,27 @@ def test_a_recipe_can_import_what_lies_beside_it(place: Path) -> None:
     (place / "copied.py").write_text(text)
     done = fsdp_shard("run", "copied.py", *_GIVEN, "run_dir=run", "launch.device=cpu", cwd=place)
     assert (done.status, done.err) == (0, "")
+
+
+def test_shipped_recipes_shadow_no_packages(tmp_path: Path) -> None:
+    """lm-evaluation-harness imports the `evaluate` of Hugging Face, and a recipe is called evaluate.py, too."""
+    (tmp_path / "evaluate.py").write_text("PACKAGE = True\n")
+    found: list[bool] = []
+
+    def work(config: PlanConfig) -> None:
+        found.append(importlib.import_module("evaluate").PACKAGE)
+
+    shipped = load_recipe(shipped_directory("recipes") / "evaluate.py")
+    recipe = Recipe(PlanConfig, work, work)
+    recipe.file = shipped.file
+    sys.path.append(str(tmp_path))
+    try:
+        recipe.check(PlanConfig())
+        recipe.run_on_rank(PlanConfig())
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("evaluate")
+    assert found == [True, True]
 
 
 def test_loading_a_recipe_leaves_the_path_of_imports_as_it_is(place: Path) -> None:

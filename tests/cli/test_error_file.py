@@ -36,6 +36,17 @@ def test_a_failed_run_leaves_its_error_until_it_starts_again(ranks: int, setting
     assert "failed" not in run_arguments(["report", str(tmp_path)]).out.lower()
 
 
+@pytest.mark.long
+def test_a_plan_and_a_dry_run_leave_the_error_of_a_run_as_it_is(settings: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_recipe("finetune", run, *settings, "train.max_grad_norm=null", "optim.lr=1e20").status == 1
+    error = (run / "error.txt").read_text()
+    assert run_recipe("plan", run, settings[0]).status == 0
+    assert (run / "error.txt").read_text() == error
+    assert run_recipe("doctor", run, *settings[:1], "data.path=gone.txt").status != 0
+    assert (run / "error.txt").read_text() == error
+
+
 def test_what_is_refused_leaves_none(settings: list[str], tmp_path: Path) -> None:
     assert run_recipe("finetune", tmp_path / "run", *settings, "data.text_column=none").status == 2
     assert not (tmp_path / "run").exists()

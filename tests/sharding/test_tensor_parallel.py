@@ -176,7 +176,7 @@ def test_what_cannot_be_divided_is_named() -> None:
             "the plan of MixtralForCausalLM asks for moe_tp_experts, packed_colwise",
         ),
         (
-            PhiConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=9, qk_layernorm=True),
+            PhiConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=8, qk_layernorm=True),
             "PhiForCausalLM has model.layers.0.self_attn.q_layernorm among divided layers",
         ),
     ):

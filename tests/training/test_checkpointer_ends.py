@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -178,9 +179,41 @@ def test_what_ends_the_block_loses_no_save(
         assert checkpointer.steps == [1]
 
 
+def test_a_save_that_fails_while_the_block_ends_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(point: str) -> None:
+        if point == "weights-written":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(FAULTS, "hook", full)
+    with pytest.raises(ValueError, match="x"):
+        _save_and(tmp_path, ValueError("x"))
+    assert "Step 1 could not be saved. " in caplog.text
+    assert os.strerror(errno.ENOSPC) in caplog.text
+
+
+def test_a_signal_saves_a_step_after_one_that_could_not_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(point: str) -> None:
+        if point == "weights-written":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model = nn.Linear(2, 2)
+    with fs.Checkpointer(tmp_path, asynchronous=False, max_failures=2) as checkpointer:
+        assert not checkpointer.save_on_signal(0, model)
+        monkeypatch.setattr(FAULTS, "hook", full)
+        checkpointer.save(1, model)
+        monkeypatch.setattr(FAULTS, "hook", None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert checkpointer.save_on_signal(2, model)
+        assert checkpointer.steps == [2]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("x")])
 def test_a_save_that_outlives_its_block_keeps_others_out(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else a new one would write to the files of the same step."""
     may_go_on = threading.Event()
@@ -188,6 +221,7 @@ def test_a_save_that_outlives_its_block_keeps_others_out(
     monkeypatch.setattr(FAULTS, "hook", lambda point: point == "staged" and may_go_on.wait(60))
     with pytest.raises(type(error)):
         _save_and(tmp_path, error)
+    assert "Step 1 was not on the disk yet when the process stopped waiting for it." in caplog.text
     (thread,) = [one for one in threading.enumerate() if one.name == "save-step-1"]
     with pytest.raises(ConfigError, match=f"in use by another run .process {os.getpid()} on"):
         fs.Checkpointer(tmp_path)

@@ -27,7 +27,7 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.logging import trackers as trackers_module
 from fsdp_shard.training.logging.mfu import flops_per_token, num_matmul_params, trains_every_token
-from fsdp_shard.training.logging.profiler import StepProfiler
+from fsdp_shard.training.logging.profiler import profile_step
 from fsdp_shard.training.logging.trackers import Trackers, check_trackers, public_settings
 from fsdp_shard.training.seeding import deterministic_algorithms
 from fsdp_shard.utils import check
@@ -207,10 +207,9 @@ def test_no_secret_is_passed_on() -> None:
 def test_only_the_named_steps_are_profiled(alone: DistributedContext, tmp_path: Path) -> None:
     import gzip
 
-    profiler = StepProfiler([2], str(tmp_path), alone)
     weight = torch.randn(64, 64, requires_grad=True)
     for step in (1, 2, 3):
-        with profiler.profile(step):
+        with profile_step([2], str(tmp_path), alone, step):
             (weight @ weight).sum().backward()
         assert (tmp_path / "profile").exists() == (step >= 2)
     assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == [

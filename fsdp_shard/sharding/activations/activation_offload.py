@@ -114,12 +114,12 @@ class _SavedBlock:
     def end_forward(self) -> None:
         """Record the end of the copies, and leave the tensors to autograd."""
         self._known.clear()
-        self._copied = next((saved.copies.event() for saved in self.tensors), None)
+        self._copied = self._offload.copies.event() if self.tensors else None
 
     def leave_device(self) -> None:
         """Release the tensors for reuse by computations after their copies."""
+        self._offload.copies.wait(self._copied)
         for saved in self.tensors:
-            saved.copies.wait(self._copied)
             saved.leave_device()
 
     def use(self) -> None:
@@ -127,8 +127,7 @@ class _SavedBlock:
         if not self.is_used:
             self.is_used = True
             self.fetch()
-            for saved in self.tensors:
-                saved.copies.wait(self._copied)
+            self._offload.copies.wait(self._copied)
             self._offload.copies.limit_fetches()
             if (before := self._offload.block_before(self)) is not None:
                 before.fetch()
@@ -139,7 +138,7 @@ class _SavedBlock:
         for saved in gone:
             saved.fetch()
         if gone:
-            self._copied = gone[-1].copies.event()
+            self._copied = self._offload.copies.event()
 
 
 class _SavedTensor:
@@ -154,13 +153,13 @@ class _SavedTensor:
 
     def __init__(self, block: _SavedBlock, tensor: torch.Tensor, part: torch.Tensor, offload: _Offload) -> None:
         self.on_device: torch.Tensor | None = part.detach()
-        self.copies = offload.copies
+        self._copies = offload.copies
         self._block = block
         self._shape, self._version, self._is_changed = part.shape, version(part), False
         self._of_ranks = _in_ranks(tensor) if isinstance(tensor, DTensor) else None
         once = _without_repeats(part.detach())
         self._strides = once.stride()
-        self._host = self.copies.to_host(once)
+        self._host = self._copies.to_host(once)
         # Slices of a fused query, key and value would each take as much memory again as all of them.
         if not offload.keeps_strides and _num_spanned(once) > 2 * once.numel():
             self._strides = self._host.stride()
@@ -172,7 +171,7 @@ class _SavedTensor:
 
     def fetch(self) -> None:
         """Begin to copy it back."""
-        self.on_device = self.copies.to_device(self._host, self._strides).expand(self._shape)
+        self.on_device = self._copies.to_device(self._host, self._strides).expand(self._shape)
         self._version = version(self.on_device)
 
     def load(self) -> torch.Tensor:
@@ -184,7 +183,7 @@ class _SavedTensor:
                 "A tensor needed for the backward pass of a block was modified by an in-place operation after the "
                 "block used it."
             )
-        self.copies.keep_until_used(self.on_device)
+        self._copies.keep_until_used(self.on_device)
         return self.on_device if self._of_ranks is None else self._of_ranks(self.on_device)
 
     def _note_changes(self) -> None:

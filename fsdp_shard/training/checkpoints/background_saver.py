@@ -153,18 +153,8 @@ class BackgroundSaver:
         Args:
             is_failing: Wait for a short time only: another rank may be lost.
         """
-        if (running := self._running) is None:
-            return
-        self._wait_for(running, _GRACE_SECONDS if is_failing else None)
-        if not running.outcome.done():
-            self._log.warn(
-                f"Step {running.step} was not saved: after {_GRACE_SECONDS:g} s the process no longer waited for it."
-            )
-        elif (error := running.outcome.exception()) is not None:
-            self._log.warn(f"Step {running.step} could not be saved. {error}")
-        else:
-            self._log.saved(running.outcome.result().directory)
-        self._forget(running)
+        if self._running is not None:
+            self._end(self._running, _GRACE_SECONDS if is_failing else None)
 
     @property
     def is_saving(self) -> bool:
@@ -232,14 +222,19 @@ class BackgroundSaver:
         # An FsdpShardError is raised on all ranks, so all of them wait here, as they do after sys.exit(); with other
         # errors, a rank may be lost.
         is_shared = error is None or isinstance(error, FsdpShardError) or _is_success(error)
-        self._wait_for(running, 0 if isinstance(error, Interrupted) else None if is_shared else _GRACE_SECONDS)
-        if running.outcome.done() and running.outcome.exception() is None:
-            self._log.saved(running.outcome.result().directory)
+        self._end(running, 0 if isinstance(error, Interrupted) else None if is_shared else _GRACE_SECONDS)
 
-    def _wait_for(self, running: BackgroundSave[SavedStep], seconds: float | None) -> None:
-        """Wait for a save, which keeps the lock of the run for as long as it goes on."""
+    def _end(self, running: BackgroundSave[SavedStep], seconds: float | None) -> None:
+        """Wait for a save, which keeps the lock of the run for as long as it goes on, and report how it ended."""
         self._lock.release_after(running.outcome)
         concurrent.futures.wait([running.outcome], seconds)
+        if not running.outcome.done():
+            self._log.warn(f"Step {running.step} was not on the disk yet when the process stopped waiting for it.")
+        elif (failed := running.outcome.exception()) is not None:
+            self._log.warn(f"Step {running.step} could not be saved. {failed}")
+        else:
+            self._log.saved(running.outcome.result().directory)
+        self._forget(running)
 
 
 def _is_success(error: BaseException) -> bool:

@@ -17,7 +17,7 @@ from fsdp_shard.sharding import ShardedModel, free_gathered, without_context_par
 from fsdp_shard.training.batch_loader import context_ranks, evaluation_batches, own_part, read_batch, to_device
 from fsdp_shard.training.dataset_figures import finite
 from fsdp_shard.training.loop import TrainingRun
-from fsdp_shard.training.loss.custom_functions import CustomFunctions, StepSums, check_samples, metric_means
+from fsdp_shard.training.loss.custom_functions import CustomFunctions, StepSums, check_returned_samples, metric_means
 from fsdp_shard.training.objectives.objective import ForwardPass, ObjectiveConfig, Reference, Teacher
 from fsdp_shard.training.trainer_state import TrainerState, is_due
 from fsdp_shard.utils import json_digest
@@ -129,7 +129,7 @@ class HeldOutEvaluator:
         if run.functions.samples is not None:
             with eval_mode(run.model), without_context_parallel(run.model.module):
                 completions = run.functions.samples(run.model)
-            run_on_main(run.context, partial(check_samples, run.functions.samples, completions))
+            run_on_main(run.context, partial(check_returned_samples, run.functions.samples, completions))
             self._log.samples(state.step, completions)
         state.evaluation_pending = False
 

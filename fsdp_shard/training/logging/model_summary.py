@@ -27,7 +27,7 @@ def describe_loaded_model(
     attention = f" with {' and '.join(used)} attention" if used else ""
     lines = [
         f"{config.path}: {format_number(loaded.num_params)} parameters in {loaded.num_blocks} blocks on {mesh}, "
-        f"{type(loaded.model).__name__.removesuffix('Model').upper()}, computing in {shard.param_dtype}{attention}",
+        f"{shard.wrapper.upper()}, computing in {shard.param_dtype}{attention}",
         f"loaded: {format_size(figures.shard_bytes)} of weights per rank, peak memory "
         f"{format_size(figures.peak_memory_bytes)}",
         *loaded.notes,

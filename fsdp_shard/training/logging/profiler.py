@@ -20,24 +20,19 @@ PROFILE = "profile"  # under a run directory
 _ROWS = 40
 
 
-class StepProfiler:
-    """Profiles the given `steps` of the run in `run_dir`, on every rank."""
-
-    def __init__(self, steps: Collection[int], run_dir: str, context: DistributedContext) -> None:
-        self._steps, self._directory = frozenset(steps), Path(run_dir) / PROFILE
-        self._rank, self._device = context.rank, context.device
-
-    @contextmanager
-    def profile(self, step: int) -> Iterator[None]:
-        """Profile the block if `step` is one of the steps."""
-        with ExitStack() as stack:
-            if step in self._steps:
-                self._directory.mkdir(parents=True, exist_ok=True)
-                base = self._directory / f"step-{step:08d}-rank-{self._rank}"
-                if self._device.type == "cuda":
-                    stack.enter_context(record_memory_history(base.with_name(f"{base.name}-memory.html")))
-                stack.enter_context(_trace(base, self._device))
-            yield
+@contextmanager
+def profile_step(steps: Collection[int], run_dir: str, context: DistributedContext, step: int) -> Iterator[None]:
+    """Profile the block, which is `step` of the run in `run_dir`, if it is one of `steps`; on every rank."""
+    if step not in steps:
+        yield
+        return
+    base = Path(run_dir) / PROFILE / f"step-{step:08d}-rank-{context.rank}"
+    base.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        if context.device.type == "cuda":
+            stack.enter_context(record_memory_history(base.with_name(f"{base.name}-memory.html")))
+        stack.enter_context(_trace(base, context.device))
+        yield
 
 
 @contextmanager

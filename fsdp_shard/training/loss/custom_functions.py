@@ -232,7 +232,7 @@ def metric_means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float
     return {name: a / b if b else math.nan for name, a, b in zip(names, sums[::2], sums[1::2], strict=True)}
 
 
-def check_samples(function: SamplesFunction, samples: Any) -> None:
+def check_returned_samples(function: SamplesFunction, samples: Any) -> None:
     """Raise ConfigError unless `samples`, returned by `function`, are prompts and completions."""
     if isinstance(samples, list | tuple):
         wrong = [one for one in samples if not _is_text_pair(one)]

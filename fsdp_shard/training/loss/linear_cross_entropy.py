@@ -32,7 +32,7 @@ def use_loss_head(model: PreTrainedModel, when: bool | str, *, any_vocabulary: b
     """Make the output head of a model compute the loss.
 
     Args:
-        model: The model, on the meta device and not sharded yet.
+        model: The model, not sharded yet.
         when: True, False, or "auto" for large vocabularies if the model supports it.
         any_vocabulary: Whether "auto" includes small vocabularies.
 

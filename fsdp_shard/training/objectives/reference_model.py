@@ -232,7 +232,7 @@ def _cache_files(config: FinetuneSettings, sources: Sequence[SourceDataset]) -> 
             f"model.path={model.path} cannot be read. {error}"
         ) from error
     kernels, norms_in_float32 = model.kernels, shard.norms_in_float32
-    if getattr(config.objective, "reference", None) == DISPATCHED:  # which uses neither
+    if isinstance(config.objective, ReferenceConfig) and config.objective.reference == DISPATCHED:  # which uses neither
         kernels, norms_in_float32 = "none", False
     numbers = [model.dtype, model.attention, kernels, shard.param_dtype, norms_in_float32]
     numbers += [config.adapter.quantize, model.trust_remote_code]

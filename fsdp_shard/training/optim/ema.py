@@ -19,8 +19,6 @@ from fsdp_shard import checkpoint
 from fsdp_shard.distributed import DistributedContext, LocalShard, run_on_all
 from fsdp_shard.errors import CheckpointError, ConfigError
 
-_OF_A_RUN = (checkpoint.RUN_CONFIG, checkpoint.BASE_MODEL, checkpoint.TEACHER)  # files that are not part of a model
-
 
 class WeightAverage:
     """The average of the weights of one model.
@@ -110,7 +108,7 @@ def check_average(decay: float | None, step_directory: Path | None) -> None:
 
 def average_files(model_files: Mapping[str, bytes]) -> dict[str, bytes]:
     """The files of a step that turn its float32 averages into a model, placed in the folder of the averages."""
-    files = {name: content for name, content in model_files.items() if name not in _OF_A_RUN}
+    files = dict(model_files)
     if checkpoint.CONFIG in files:
         document = checkpoint.with_dtype(json.loads(files[checkpoint.CONFIG]), "float32")
         files[checkpoint.CONFIG] = (json.dumps(document, indent=2) + "\n").encode()

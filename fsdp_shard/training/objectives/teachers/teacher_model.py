@@ -37,7 +37,6 @@ from fsdp_shard.training.loss.distillation import Targets, TopTokens, split_targ
 from fsdp_shard.training.model_origin import RunStart
 from fsdp_shard.training.objectives.dispatched_model import dispatched_rows, open_dispatched
 from fsdp_shard.training.objectives.distill import DistillConfig
-from fsdp_shard.training.objectives.objective import PRECOMPUTED
 from fsdp_shard.training.objectives.teachers.teacher_cache import LOG_PROBS, TOKENS, CacheWriter, TeacherCache
 from fsdp_shard.training.stop_signal import any_stop_signal, stopped_before_training
 from fsdp_shard.utils import format_count, json_digest, report_progress
@@ -103,7 +102,7 @@ def add_targets(config: FinetuneSettings, distill: DistillConfig, start: RunStar
         Interrupted: On all ranks: a signal came during the pass. Computed values are kept.
         DataError: On all ranks: the cache cannot be read or written, or the teacher's results are not finite.
     """
-    if distill.teacher_logits != PRECOMPUTED:
+    if not distill.is_precomputed:
         return data
     context = start.context
     waiting = context.with_new_group(LONGEST_TIMEOUT_SECONDS)
