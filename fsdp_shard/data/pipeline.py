@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from fsdp_shard.data.config import (
     cache_directory,
     held_out_sets_of,
     is_running_text,
+    kind_of,
     mixture_of,
     sources_of,
 )
@@ -24,6 +25,7 @@ from fsdp_shard.data.kinds.chat import CHAT
 from fsdp_shard.data.kinds.chat_spans import ends_turns
 from fsdp_shard.data.kinds.chat_template import with_chat_template, writes_date
 from fsdp_shard.data.kinds.kind import ROWS, Tokenizer
+from fsdp_shard.data.kinds.preference import PREFERENCE, conversations_of
 from fsdp_shard.data.kinds.running_text import encoded_kind
 from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.samples.mixture import Concatenation, Mixture, seed_of
@@ -106,7 +108,7 @@ def tokenize_all(config: DataConfig, tokenizer: Tokenizer, task: str = CAUSAL) -
     held_out = {name: _tokenize(each, False, tokenizer, task) for name, each in sets.items()}
     if config.eval_path is not None:
         held_out[""] = _tokenize(config, True, tokenizer, task)
-    given = [source.path for source in (*sources.values(), *sets.values())]
+    given = [source.path for source in (*sources_of(config).values(), *sets.values())]
     given += [config.eval_path] if config.eval_path else []
     notes = list(chain.from_iterable(map(file_notes, given)))
     for name, source in sources.items():
@@ -114,7 +116,7 @@ def tokenize_all(config: DataConfig, tokenizer: Tokenizer, task: str = CAUSAL) -
             examples = train[name].examples()
             first = map(examples.tokens_of, range(min(_NUM_LOOKED_AT, len(examples))))
             notes.append(_stop_warning(source, task, first, tokenizer))
-    notes += [_date_warning(source, tokenizer) for source in sources_of(config).values() if source.kind == CHAT]
+    notes += [_date_warning(source, task, tokenizer) for source in sources_of(config).values()]
     names = _class_names(config) if task == SEQUENCE_CLASSIFICATION else ()
     return TokenizedData(train, held_out, special, tuple(filter(None, notes)), names)
 
@@ -165,15 +167,23 @@ def _target_warning(
     )
 
 
-def _date_warning(source: DataConfig, tokenizer: Tokenizer) -> str:
+def _date_warning(source: DataConfig, task: str, tokenizer: Tokenizer) -> str:
     """Return a warning if the chat template writes today's date, which changes the trained tokens from day to day."""
-    if not writes_date(with_chat_template(tokenizer, source)):
+    if source.kind not in (CHAT, PREFERENCE) or not writes_date(with_chat_template(tokenizer, source)):
+        return ""
+    if source.kind == PREFERENCE and not _begins_with_conversation(source, task):  # text without a template
         return ""
     return (
         f"warning: {source.section}.path={source.path}: the chat template writes today's date into each conversation, "
         f"so that a run on another day, or one that is resumed, trains on other tokens. Give the date with "
         f"data.chat_template_kwargs, such as {{date_string: 26 Jul 2024}}, if the template takes it from a variable."
     )
+
+
+def _begins_with_conversation(source: DataConfig, task: str) -> bool:
+    kind = kind_of(source, task)
+    first = list(islice(open_source(source, False).rows(kind.columns), 1))
+    return bool(conversations_of([kind.read(row) for row in first]))
 
 
 def open_samples(
@@ -203,7 +213,7 @@ def open_samples(
     samples_per_round, held_out, parts = _samples_per_round(config), dict[str, MapDataset](), dict[str, Dataset]()
     if config.streaming:
         assert open_tokenizer is not None
-        streams, notes = _open_streams(config, open_tokenizer(), task, seed, ranks)
+        streams, notes = _open_streams(config, open_tokenizer(), special, task, seed, ranks)
         parts.update(streams)
     else:
         files, divided, notes = _open_files(config, tokenized, task, seed)
@@ -291,9 +301,13 @@ def _open_files(
 
 
 def _open_streams(
-    config: DataConfig, tokenizer: Tokenizer, task: Task, seed: int, ranks: Communicator | None
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    special: SpecialTokens | None,
+    task: Task,
+    seed: int,
+    ranks: Communicator | None,
 ) -> tuple[dict[str, StreamDataset], list[str]]:
-    special = SpecialTokens.of(tokenizer) if task.name == MASKED_LM else None
     samples_per_round, lock = _samples_per_round(config), Lock()
     streams = {}
     for name, source in sources_of(config).items():

@@ -76,4 +76,4 @@ def render_conversation(values: Mapping[str, Any], where: str, tokenizer: Tokeni
         DataError: The messages cannot be read, or the chat template rejects them.
     """
     conversation = read_conversation(Row(where, dict(values)), "messages", {})
-    return chat_spans.Renderer(tokenizer, conversation, ()).render_prompt()
+    return chat_spans.Renderer(tokenizer, conversation).render_prompt()

@@ -54,13 +54,14 @@ def check_disk(run_dir: str) -> Iterator[Finding]:
 
 def check_disk_space(config: FinetuneConfig, get_plan: PlanFunction, get_samples: DataFunction) -> Iterator[Finding]:
     """Check that the checkpoints still to be saved fit on the disk. With train.epochs, the data decides how many."""
-    plan = get_plan()
+    if (plan := get_plan()) is None:  # without a model, which is reported elsewhere
+        return
     resumed = training.find_step(config.resume, config.run_dir)
-    if plan is not None and training.is_finished(resumed, config.run_dir, config.train):
+    if training.is_finished(resumed, config.run_dir, config.train):
         yield ok("the run is finished: no checkpoint is left to save")
         return
     data = None if config.train.epochs is None else get_samples()
-    if plan is None or (data is None and config.train.epochs is not None):
+    if data is None and config.train.epochs is not None:
         return
     train = config.train.for_data(None if data is None else data.samples.train.num_samples)
     # A checkpoint has one replica. Of an adapter only what is trained is saved, which is what has gradients.

@@ -91,7 +91,8 @@ def run_evaluation(
     log: Callable[[str], object] = say if is_main else lambda text: None
     base = EvaluationBase(settings, Path(run_dir), seed, tokenizer, context)
     evaluation = EVALUATIONS[settings.task].open(base)
-    log(evaluation.describe())
+    if is_main:  # it reads all rows
+        say(evaluation.describe())
 
     def load(source: Location, kv_cache: KVCacheBudget | None = None, on_plan: OnPlan | None = None) -> PreTrainedModel:
         its_config = load_config(source.config_directory, trust)

@@ -147,7 +147,9 @@ def _check_names(options: Iterable[str]) -> None:
 def reserve_adapter_memory(
     settings: DispatchConfig, source: Location, adapters: Mapping[str, Location]
 ) -> DispatchConfig:
-    """Return the settings for a model with adapters: its budgets are reduced by the adapters' memory.
+    """Return the settings for a model with adapters: given budgets are reduced by the adapters' memory.
+
+    Without budgets, they fit into the part of free memory that no plan uses.
 
     Raises:
         ConfigError: The weights are quantized, the model is an adapter itself, or a budget cannot hold the adapters.

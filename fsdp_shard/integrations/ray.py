@@ -19,11 +19,10 @@ def ray_finetune(config: Mapping[str, Any]) -> None:
     the figures of result.json are reported as metrics, and the last step as a checkpoint, which Ray copies to its
     storage.
 
-
     Args:
         config: `settings`: a list of settings as on the command line. It must include `run_dir` as an absolute path of
             a directory that all workers can access: relative paths belong to Ray's session and would not be found
-                again.
+            again.
 
     Raises:
         ConfigError: `settings` or `run_dir` is missing.

@@ -26,8 +26,11 @@ _PICKLES = ("*.bin", "*.bin.index.json")
 _SETTINGS = ("config.json", "generation_config.json", "*_config.json", "special_tokens_map.json", "added_tokens.json")
 _READ_WHOLE = {
     "config_bytes": (*_SETTINGS, "chat_template*"),
-    "tokenizer_bytes": ("*.json", "*.model", "*.spm", "*.tiktoken", "*.tokenizer", "vocab*", "merges*", "*.codes"),
+    "tokenizer_bytes": (
+        *("*.json", "*.model", "*.spm", "*.tiktoken", "*.tokenizer", "vocab*", "merges*", "*.codes", "dict.txt"),
+    ),
 }
+_TEMPLATES = "additional_chat_templates"  # a directory, of which transformers reads all templates, too
 _TOKENIZER_CONFIG, _TOKENIZER = "tokenizer_config.json", "tokenizer.json"
 # Control and bidirectional characters in JSON, as escapes or in UTF-8.
 _UNPRINTABLE = re.compile(rb"\\u00[0189]|\\u007f|\\u20[26]|\xc2[\x80-\x9f]|\xe2\x80[\xaa-\xae]|\xe2\x81|\x7f", re.I)
@@ -101,15 +104,23 @@ def check_model_files(directory: Path) -> None:
             setting names that no tokenizer has, or names other files.
     """
     try:
-        with os.scandir(directory) as entries:
-            names = [entry.name for entry in islice(entries, limits().directory_entries)]
-        for name in names:
+        for name in _names(directory):
             if limit := next((limit for limit, patterns in _READ_WHOLE.items() if matches_any(name, patterns)), None):
                 _check_file(directory / name, limit)
+        if (templates := directory / _TEMPLATES).is_dir():
+            for name in _names(templates):
+                _check_file(templates / name, "config_bytes")
     except CheckpointError as error:
         raise ModelError(str(error)) from error
     except OSError as error:
         raise ModelError(f"{directory} cannot be read: {error.strerror}.") from error
+
+
+def _names(directory: Path) -> list[str]:
+    with os.scandir(directory) as entries:
+        names = [entry.name for entry in islice(entries, limits().directory_entries + 1)]
+    refuse_excess(len(names), "directory_entries", f"{directory} has too many files to be a model")
+    return names
 
 
 def _check_file(path: Path, limit: str) -> None:

@@ -132,7 +132,7 @@ def _plan_dispatch(config: PlannedSettings, model: PlannedModel, length: int) ->
     strategy = settings.device_map  # or a complete map
     if settings.max_memory is None and isinstance(strategy, str) and strategy not in ("cpu", "disk"):
         text += "\nThe devices are those of this machine; dispatch.max_memory={0: 24GB, cpu: 64GB} plans for others."
-    for device, num_bytes in (settings.budgets or {}).items():
+    for device, num_bytes in (config.dispatch.budgets or {}).items():  # which the adapters are part of
         if found.peak_bytes.get(device_name(device), 0) > num_bytes:
             text += f"\nThat is more than the {format_size(num_bytes)} of dispatch.max_memory on {device_name(device)}."
     # The name of the key before `execution_device`, which programs may read.

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from fsdp_shard.checkpoint import locate
 from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.kinds.chat_template import with_chat_template, with_template_variables, writes_date
+from fsdp_shard.data.pipeline import tokenize_all
 from fsdp_shard.errors import DataError
 from fsdp_shard.models import load_tokenizer
 from tests.data.chat_tokenizers import chat_tokenizer
@@ -81,6 +82,18 @@ def given(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     data = [f"data.path={tmp_path}/chats.jsonl", "data.kind=chat", "data.sequence_length=64"]
     return [f"model.path={model}", "launch.device=cpu", *data, "train.global_batch_size=4"]
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_preferences_between_conversations_are_dated_too(as_text: bool, tmp_path: Path) -> None:
+    prompt, answers = [{"role": "user", "content": "1?"}], [{"role": "assistant", "content": end} for end in "ab"]
+    row: dict[str, Any] = {"prompt": prompt, "chosen": answers[:1], "rejected": answers[1:]}
+    if as_text:
+        row = {"prompt": "1?", "chosen": "a", "rejected": "b"}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    config = DataConfig(path=str(tmp_path / "pairs.jsonl"), kind="preference", cache_dir=str(tmp_path / "cache"))
+    notes = tokenize_all(config, chat_tokenizer(TEMPLATE)).notes
+    assert any("writes today's date" in note for note in notes) == (not as_text)
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fsdp_shard.data.config import DataConfig
-from fsdp_shard.data.pipeline import prepare_on_ranks
+from fsdp_shard.data.pipeline import prepare_on_ranks, tokenize_all
 from fsdp_shard.data.samples.protocol import MapDataset
 from fsdp_shard.data.samples.windows import WindowDataset
 from fsdp_shard.distributed import DistributedContext
@@ -58,6 +58,13 @@ def test_what_is_not_read_of_a_directory_is_told(tmp_path: Path, tokenizer: Any)
     assert notes[0] == f"{tmp_path}/a: 3 of its files are skipped because of their extensions (.gz, .pdf, no extension)"
     assert notes[1].startswith("train: 2 documents")
     assert len(notes) == 3
+
+
+def test_what_is_not_read_of_a_streamed_directory_is_told(tmp_path: Path, tokenizer: Any) -> None:
+    for name in ("a/a.txt", "a/d.pdf"):
+        write(tmp_path / name, TEXT)
+    notes = tokenize_all(DataConfig(path=f"{tmp_path}/a", streaming=True), tokenizer).notes
+    assert notes == (f"{tmp_path}/a: 1 of its files are skipped because of their extensions (.pdf)",)
 
 
 def test_several_formats_in_a_directory_are_told(tmp_path: Path, tokenizer: Any) -> None:

@@ -169,6 +169,15 @@ def test_skipped_steps_are_told(tmp_path: Path) -> None:
     assert "skipped" not in _table(_report(tmp_path / "b"), "runs").columns
 
 
+def test_held_out_losses_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+    path = _run(tmp_path / "a")
+    rows = [json.loads(line) for line in (path / "evaluations.jsonl").read_text().splitlines()]
+    (path / "evaluations.jsonl").write_text("".join(json.dumps(row | {"loss": None}) + "\n" for row in rows))
+    report = _report(path)
+    assert "held-out" not in [chart.key for chart in report.charts]
+    assert "held-out loss" in to_text(report)
+
+
 def _evaluation(path: Path, digest: str, dispatch: dict[str, str]) -> Path:
     """The files of an evaluation, as `evaluate` writes them."""
     path.mkdir(parents=True)

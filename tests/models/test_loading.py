@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fsdp_shard.models import (
     model_run_errors,
     rebuild_buffers,
 )
+from fsdp_shard.models.model_directory import check_model_files
 from tests.support.tiny import llama, llama_config
 
 
@@ -86,6 +88,24 @@ def test_an_unknown_architecture_and_a_missing_tokenizer(tmp_path: Path) -> None
         load_config(tmp_path)
     with pytest.raises(ModelError, match=r"no usable tokenizer in .*: it has no tokenizer files"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["additional_chat_templates/a.jinja", "dict.txt", "vocab.txt"])
+def test_a_file_that_transformers_would_read_whole(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("")
+    check_model_files(tmp_path)
+    os.truncate(tmp_path / name, 3 << 30)
+    with pytest.raises(ModelError, match=rf"{name} is too large to be read: the limit is "):
+        check_model_files(tmp_path)
+
+
+def test_a_directory_of_too_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_SHARD_LIMITS", "directory_entries=2")
+    for number in range(3):
+        (tmp_path / str(number)).write_text("")
+    with pytest.raises(ModelError, match="has too many files to be a model: the limit is 2"):
+        check_model_files(tmp_path)
 
 
 def test_a_directory_that_a_training_has_deleted(tmp_path: Path) -> None:

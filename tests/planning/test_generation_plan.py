@@ -114,6 +114,11 @@ def test_the_command_shows_the_peak_of_generation(tmp_path: Path) -> None:
     assert adapted.status == 0, adapted.err
     (before, *_), (load, *_) = generation["peaks"]["cpu"], adapted.result["dispatch"]["generation"]["peaks"]["cpu"]
     assert load["terms"] == before["terms"] | {"adapters": 4 * 6 * 2 * (128 + 128 + 320 + 128)}
+    peak = adapted.result["dispatch"]["generation"]["peak_bytes"]["cpu"]
+    for budget, is_enough in ((peak, True), (peak - 1, False)):
+        limits = [f"adapters={{one: {tmp_path / 'adapter'}}}", f"dispatch.max_memory={{cpu: {budget}}}"]
+        planned = run_recipe("plan", tmp_path / f"of-{budget}", *given, *limits)
+        assert ("of dispatch.max_memory on cpu." not in planned.out) == is_enough, planned.out
     refused = run_recipe("plan", tmp_path / "refused", *given[:2], f"adapters={{one: {tmp_path / 'adapter'}}}")
     assert refused.status == 2
     assert "add dispatch.device_map=auto" in refused.err

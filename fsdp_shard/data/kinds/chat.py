@@ -65,7 +65,7 @@ class ChatKind(Kind):
         if last == 0 or last not in conversation.trained_messages or not isinstance(answer, str) or not answer.strip():
             return None
         before = conversation._replace(messages=messages[:last])
-        prompt = chat_spans.Renderer(tokenizer, before, ()).render_prompt()
+        prompt = chat_spans.Renderer(tokenizer, before).render_prompt()
         return Question(prompt, kind.token_ids([prompt], tokenizer, add_special_tokens=False)[0], answer)
 
     def encode_prompt(self, text: str, tokenizer: Tokenizer) -> list[int]:

@@ -53,7 +53,7 @@ class _Piece:
 class Renderer:
     """Applies a tokenizer's chat template to one conversation; `ends` are the tokens that end a turn."""
 
-    def __init__(self, tokenizer: Tokenizer, conversation: Conversation, ends: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Tokenizer, conversation: Conversation, ends: tuple[str, ...] = ()) -> None:
         self._conversation, self._ends = conversation, ends
         self._messages, self._where = conversation.messages, conversation.where
         self._template = f"the chat template of {tokenizer_files(tokenizer)}"

@@ -69,7 +69,7 @@ class PreferenceKind(Kind, PreferenceColumns):
         if samples == PAIRS:
             labels = [answer.label for one in read for answer in one.answers]
             refuse_labeled(rows[0].where, sum(label in (DESIRABLE, UNDESIRABLE) for label in labels))
-        check_roles(_conversations(read))
+        check_roles(conversations_of(read))
         return any(one.answers for one in read)
 
     def encode_prompt(self, text: str, tokenizer: Tokenizer) -> list[int]:
@@ -77,7 +77,7 @@ class PreferenceKind(Kind, PreferenceColumns):
         return user_prompt(text, tokenizer) if tokenizer.chat_template else super().encode_prompt(text, tokenizer)
 
     def examples(self, read: list[ComparedAnswers], tokenizer: Tokenizer) -> list[list[Example]]:
-        check_roles(_conversations(read))
+        check_roles(conversations_of(read))
         answers = [answer for one in read for answer in one.answers]
         plain = iter(self._plain([one for one in answers if isinstance(one.whole, str)], tokenizer))
         turns = iter(self._turns([one for one in answers if not isinstance(one.whole, str)], tokenizer))
@@ -144,7 +144,8 @@ def _why_not(chosen: Example, rejected: Example) -> str:
     return EQUAL if chosen.ids == rejected.ids else ""
 
 
-def _conversations(read: Sequence[ComparedAnswers]) -> list[Conversation]:
+def conversations_of(read: Sequence[ComparedAnswers]) -> list[Conversation]:
+    """Return the answers that are conversations, from the prompt on; not those of plain text."""
     return [answer.whole for one in read for answer in one.answers if isinstance(answer.whole, Conversation)]
 
 
@@ -156,7 +157,7 @@ def _render(answers: list[Answer], tokenizer: Tokenizer) -> Iterator[tuple[str, 
     prompt, known, begun = None, "", ""
     for answer in answers:
         assert isinstance(answer.whole, Conversation)
-        text = chat_spans.Renderer(tokenizer, answer.whole, ()).render_prompt(begins_turn=False)
+        text = chat_spans.Renderer(tokenizer, answer.whole).render_prompt(begins_turn=False)
         if answer.prompt != prompt:  # the same for all answers of a row
             prompt = answer.prompt
             known, begun = _render_prompt(prompt, tokenizer)
@@ -174,7 +175,7 @@ def _render_prompt(prompt: str | Conversation, tokenizer: Tokenizer) -> tuple[st
     assert isinstance(prompt, Conversation)
     if not prompt.messages:
         return "", ""
-    renderer = chat_spans.Renderer(tokenizer, prompt, ())
+    renderer = chat_spans.Renderer(tokenizer, prompt)
     known = renderer.render_prompt(begins_turn=False)
     return known.rstrip(), known if prompt.messages[-1]["role"] == "assistant" else renderer.render_prompt()
 

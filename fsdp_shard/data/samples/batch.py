@@ -49,7 +49,7 @@ class Sample:
 
     @property
     def rows(self) -> list[Sample]:
-        """Its rows, each as a sample without `extras`; the sample itself unless it has two rows."""
+        """Its rows as samples, with the `extras` and `token_values` of the whole; itself unless it has two rows."""
         if self.inputs["input_ids"].ndim == 1:
             return [self]
         return [

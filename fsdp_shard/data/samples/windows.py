@@ -100,7 +100,8 @@ class MaskedWindows(TokenWindows):
 
     @property
     def summary(self) -> str:
-        return f"{format_count(len(self), 'window')} of {self.sequence_length}, {self.fraction:.0%} of them to predict"
+        windows = format_count(len(self), "window")
+        return f"{windows} of {self.sequence_length}, {self.fraction:.0%} of their tokens to predict"
 
     def _sample(self, index: int | None, epoch: int) -> Sample:
         labels, first = pad([], self.sequence_length, IGNORE_INDEX), len(self.special.begin)

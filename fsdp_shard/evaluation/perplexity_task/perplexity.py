@@ -36,8 +36,6 @@ from fsdp_shard.evaluation.significance import Difference, Floats
 from fsdp_shard.inference import BATCH_MAJOR, Schedule, plan_schedule
 from fsdp_shard.models import (
     ContextLength,
-    context_length_of,
-    load_config,
     load_context_length,
     load_tokenizer,
     settle_length,
@@ -259,7 +257,7 @@ def open_perplexity(base: EvaluationBase) -> PerplexityEvaluation:
     """
     settings, tokenizer, ranks = base.settings, base.tokenizer, base.ranks
     trust = settings.dispatch.trust_remote_code
-    contexts = [context_length_of(load_config(source.config_directory, trust), trust) for source in settings.sources]
+    contexts = [load_context_length(source.config_directory, trust) for source in settings.sources]
     lengths = dict.fromkeys(context_length.describe(settings.data.window_length) for context_length in contexts)
     opened = open_documents if settings.perplexity.by == DOCUMENTS else open_windows
     # Rank 0 tokenizes; other ranks read the tokens from the cache.

@@ -87,7 +87,7 @@ class ScoredText:
     documents: tuple[ScoredDocument, ...] | None = None
 
     def batches(self, batch_size: int) -> list[list[int]]:
-        """Return the windows of each batch: equal lengths together, longest first."""
+        """Return the windows of each batch: the longest first if they are windows with a stride; rows in order."""
         order = np.arange(len(self.windows))
         if isinstance(self.windows, StridedWindows):
             order = np.argsort(-self.windows.lengths, kind="stable")

@@ -50,13 +50,9 @@ def _data(drawing: Drawing) -> dict[str, Any]:
     return {
         "id": drawing.chart.key,
         "x": drawing.x_range,
-        "y": drawing.y_range,
         "label": drawing.chart.x_label,
         "categories": list(drawing.chart.categories),
-        "lines": [
-            {"run": line.number, "name": line.name, "color": line.color, "points": _rounded(line.points)}
-            for line in drawing.lines
-        ],
+        "lines": [{"run": line.number, "name": line.name, "points": _rounded(line.points)} for line in drawing.lines],
     }
 
 

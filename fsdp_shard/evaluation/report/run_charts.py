@@ -24,7 +24,8 @@ def run_charts(runs: Sequence[Run]) -> list[Chart]:
         ("lr", "Learning rate", "", "learning_rate"),
     ]
     loss, *others = [_chart(runs, *row) for row in per_step]
-    held_out = [Curve(at, _points(run.held_out, "loss"), is_dotted=True) for at, run in enumerate(runs) if run.held_out]
+    evaluated = [(at, _points(run.held_out, "loss")) for at, run in enumerate(runs)]
+    held_out = [Curve(at, points, is_dotted=True) for at, points in evaluated if points]
     return [
         loss,
         Chart("held-out", "Held-out loss", "step", unit, held_out),

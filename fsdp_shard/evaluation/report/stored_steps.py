@@ -70,12 +70,12 @@ def read_steps(root: Path, settings: Mapping[str, str], problems: list[str]) -> 
     """
     store, found = StepStore(root), []
     try:
-        steps = store.steps()
+        steps, best = store.steps(), store.best()
     except OSError as error:
         problems.append(f"{root} cannot be read: {error.strerror}.")
         return []
     for step in steps:
-        kept = _reasons(store, steps, step, settings)
+        kept = _reasons(steps, step, best, settings)
         try:
             found.append(_read_step(store.path(step), step, kept))
         except (InputError, OSError) as error:
@@ -86,9 +86,9 @@ def read_steps(root: Path, settings: Mapping[str, str], problems: list[str]) -> 
     return found
 
 
-def _reasons(store: StepStore, steps: Sequence[int], step: int, settings: Mapping[str, str]) -> tuple[str, ...]:
+def _reasons(steps: Sequence[int], step: int, best: int | None, settings: Mapping[str, str]) -> tuple[str, ...]:
     reasons = ["latest"] if step == steps[-1] else []
-    if step == store.best():
+    if step == best:
         reasons.append("best")
     last, every = (settings.get(f"checkpoint.{name}", "") for name in ("keep_last", "keep_every"))
     if last.isdecimal() and step in steps[-int(last) :]:

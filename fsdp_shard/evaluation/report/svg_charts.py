@@ -38,7 +38,6 @@ class Drawing:
     y_ticks: Sequence[tuple[float, str]]
     description: str
     x_range: tuple[float, float]
-    y_range: tuple[float, float]
 
 
 def draw(chart: Chart, runs: Sequence[str]) -> Drawing:
@@ -60,7 +59,6 @@ def draw(chart: Chart, runs: Sequence[str]) -> Drawing:
         y_ticks=[(_position(y, y_range, BOTTOM, TOP), _label(y)) for y in y_ticks],
         description=" ".join(_in_words(chart, line) for line in lines[:20]),
         x_range=x_range,
-        y_range=y_range,
     )
 
 

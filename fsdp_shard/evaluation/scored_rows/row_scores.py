@@ -13,7 +13,7 @@ from fsdp_shard.evaluation.earlier_results import PREDICTIONS
 from fsdp_shard.evaluation.evaluation_base import EvaluationBase
 from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.significance import LEVEL, Floats, bootstrap_interval
-from fsdp_shard.models import SEQUENCE_CLASSIFICATION, ModelConfig, context_length_of, load_config
+from fsdp_shard.models import SEQUENCE_CLASSIFICATION, ModelConfig, load_context_length
 from fsdp_shard.training import data_task
 from fsdp_shard.utils import write_atomically
 
@@ -68,5 +68,5 @@ def classifier_task(settings: EvaluateSettings) -> tuple[Task, str]:
     """Return the task of the classifier in `settings.checkpoint`, and a note on text lengths and its context."""
     trust, source = settings.dispatch.trust_remote_code, settings.source
     task = data_task(ModelConfig(source.path, task=SEQUENCE_CLASSIFICATION, trust_remote_code=trust), source)
-    context_length = context_length_of(load_config(source.config_directory, trust), trust)
+    context_length = load_context_length(source.config_directory, trust)
     return task, context_length.describe(settings.data.window_length)

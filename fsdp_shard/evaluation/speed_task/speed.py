@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fsdp_shard.errors import ConfigError, PlanError, RunError
 from fsdp_shard.evaluation.config import EvaluateSettings, Figures, SpeedConfig
@@ -21,7 +21,7 @@ from fsdp_shard.evaluation.speed_task.speed_passes import Size, SizeFigures, Tim
 from fsdp_shard.evaluation.speed_task.speed_plot import speed_plot
 from fsdp_shard.evaluation.speed_task.speed_table import speed_table
 from fsdp_shard.inference import DevicePlan, KVCacheBudget, device_name
-from fsdp_shard.models import ContextLength, context_length_of, load_config, load_context_length
+from fsdp_shard.models import ContextLength, load_context_length
 from fsdp_shard.utils import (
     first_line,
     format_count,
@@ -161,8 +161,8 @@ def open_speed(base: EvaluationBase) -> SpeedEvaluation:
         raise ConfigError(
             f"task=speed measures one process, and this run has {context.world_size} ranks; remove launch.ranks."
         )
-    config: PretrainedConfig = load_config(settings.source.config_directory, settings.dispatch.trust_remote_code)
-    sizes, unmeasured = sizes_within(settings.speed, context_length_of(config, settings.dispatch.trust_remote_code))
+    directory, trust = settings.source.config_directory, settings.dispatch.trust_remote_code
+    sizes, unmeasured = sizes_within(settings.speed, load_context_length(directory, trust))
     return SpeedEvaluation(**vars(base), sizes=tuple(sizes), unmeasured=tuple(unmeasured))
 
 

@@ -326,6 +326,10 @@ _TOKENIZERS: dict[str, Damage] = {
     "a tokenizer_config.json of empty lists": edits.literal(_TOKENIZER_CONFIG, "a", "[" + "[]," * 3_000_000 + "[]]"),
     "tokens up to 10^12": edits.fields(_TOKENIZER_CONFIG, added_tokens_decoder={str(10**12): {"content": "a"}}),
     "10^9 extra ids": edits.fields(_TOKENIZER_CONFIG, tokenizer_class="T5Tokenizer", extra_ids=10**9),
+    "another chat template of 3 GiB": edits.both(
+        lambda root: (root / "additional_chat_templates").mkdir(),
+        _hole("additional_chat_templates/tools.jinja", 3 * _GIB),
+    ),
 }
 _FIFOS = {
     f"a FIFO as {file}": edits.fifo(file)
