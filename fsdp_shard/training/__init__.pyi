@@ -95,6 +95,7 @@ from .optim.ema import WeightAverage as WeightAverage
 from .optim.muon import MuonConfig as MuonConfig
 from .optim.registry import OPTIMIZERS as OPTIMIZERS
 from .optim.torch_optim import AdamWConfig as AdamWConfig, SgdConfig as SgdConfig
+from .optim.whole_param_optimizer import update_rounds as update_rounds
 from .peft.config import PRINCIPAL as PRINCIPAL, AdapterConfig as AdapterConfig, LoraConfig as LoraConfig
 from .peft.disable_adapters import adapters_disabled as adapters_disabled
 from .peft.earlier_adapter import check_planned as check_planned

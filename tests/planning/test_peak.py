@@ -239,6 +239,10 @@ _SETTINGS = {
     "dpo, LoRA": Setting(objective=OBJECTIVES["dpo"](), adapter=_LORA),
     "kto": Setting(objective=OBJECTIVES["kto"]()),
     "kto, LoRA": Setting(objective=OBJECTIVES["kto"](), adapter=_LORA),
+    "kto, DoRA": Setting(objective=_KTO(), adapter=LoraConfig(rank=2, dora=True), length=48),
+    "adafactor, LoRA and a head in bfloat16": Setting(
+        optim="adafactor", adapter=LoraConfig(rank=8, modules_to_save=["lm_head"]), settings={"dtype": "bfloat16"}
+    ),
     "packed kto": Setting(objective=OBJECTIVES["kto"](), is_packed=True),
     "packed kto, reference": Setting(objective=_KTO(reference="sharded"), is_packed=True, rows=3),
     "orpo, prompts too": Setting(objective=_ORPO(learn_prompts=True)),
@@ -290,6 +294,12 @@ _SETTINGS = {
     "experts over 2 of 4": Setting(4, model=mixture, shard={"expert_parallel": 2}),
     "sequences over 2, ulysses": Setting(shard={"context_parallel": 2, "context_method": "ulysses"}, length=128),
     "sequences over 2, ring": Setting(shard={"context_parallel": 2, "context_method": "ring"}, length=128),
+    "packed sequences over 2, ulysses": Setting(
+        shard={"context_parallel": 2, "context_method": "ulysses"}, rows=3, length=128, is_packed=True
+    ),
+    "packed sequences over 2, ring": Setting(
+        shard={"context_parallel": 2, "context_method": "ring"}, rows=3, length=128, is_packed=True
+    ),
     "pairs over 2, ring": Setting(
         objective=_DPO(reference="sharded"), shard={"context_parallel": 2, "context_method": "ring"}, length=128
     ),

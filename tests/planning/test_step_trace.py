@@ -60,6 +60,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "nf4 fsdp1": {"adapter": NF4, "shard": Fsdp1Config()},
     "kept and prefetched": {"shard": Fsdp2Config(reshard_after_forward=False, prefetch_forward=2)},
     "adafactor": {"optim": ADAFACTOR},
+    "fsdp1, adafactor": {"optim": ADAFACTOR, "shard": Fsdp1Config()},
     "sgd": {"optim": SGD},
     "reference": {"objective": DPO(reference="sharded")},
     "reference without adapter": {"objective": DPO(), "adapter": LORA},

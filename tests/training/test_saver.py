@@ -125,6 +125,28 @@ def test_a_full_disk_stops_training_only_when_it_stays_full(tmp_path: Path) -> N
     assert all(verify(StepStore(tmp_path / "checkpoints").path(step)).is_sound for step in (1, 3))
 
 
+def best_after_a_belated_evaluation(context: DistributedContext, run_dir: Path) -> int | None:
+    run = Training(context, run_dir, save_best=False)
+    run.state.record_held_out("some")
+    run.step()
+    run.saver.save(run.state)
+    run.saver.wait()
+    run.state.record_evaluation(3.0)
+    run.saver.note_best(run.state)
+    for loss, is_saved in ((1.0, False), (2.0, True)):
+        run.step()
+        run.state.record_evaluation(loss)
+        if is_saved:
+            run.saver.save(run.state)
+    run.saver.finish()
+    return run.store.best()
+
+
+def test_a_step_that_was_evaluated_after_its_save_is_compared_by_that_loss(tmp_path: Path) -> None:
+    """The best of the saved steps is the third one, although the second, which is not saved, was better."""
+    assert on_ranks(1, best_after_a_belated_evaluation, tmp_path) == [3]
+
+
 def step_of(context: DistributedContext, run_dir: Path, layout: str) -> None:
     run = Training(context, run_dir, layout=layout, asynchronous=False)
     run.step()

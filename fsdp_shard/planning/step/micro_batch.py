@@ -1,9 +1,11 @@
 """One micro-batch of a planned run; the objective itself computes its losses on fake tensors."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import ceil, sqrt
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -24,6 +26,7 @@ from fsdp_shard.training import (
     PackedAnswers,
     StepSums,
     Targets,
+    adapters_disabled,
     cross_entropy_chunk_bytes,
     forward_answers,
 )
@@ -66,6 +69,7 @@ class _FakeReference:
     Attributes:
         model: The model.
         kind: As in `PlannedRun.reference_kind`.
+        leaves_adapter_out: Whether a reference is the model without its adapter.
         recorder: Tracks which of the models runs.
         targets_of_batch: Stored teacher outputs for the predictions that are planned individually.
         num_targets: Number of tokens that a teacher provides per prediction.
@@ -75,6 +79,7 @@ class _FakeReference:
 
     model: _UnshardedModel
     kind: str | None
+    leaves_adapter_out: bool
     recorder: Recorder
     targets_of_batch: Targets | None
     num_targets: int
@@ -86,7 +91,7 @@ class _FakeReference:
             return torch.zeros(len(batch.labels) if batch.packed is None else len(batch.packed.sizes))
         self.recorder.is_reference = self.kind == "sharded"
         try:
-            with torch.no_grad():
+            with torch.no_grad(), adapters_disabled(self.model.module) if self.leaves_adapter_out else nullcontext():
                 return forward_answers(self.model, batch)
         finally:
             self.recorder.is_reference = False
@@ -211,6 +216,8 @@ def planned_batch(
     reference_kind: str | None,
     size: BatchSize,
     recorder: Recorder,
+    *,
+    leaves_adapter_out: bool = False,
 ) -> PlannedBatch:
     """Make a micro-batch in a fake tensor mode. If sequences are divided, it holds the rank's part only.
 
@@ -220,6 +227,7 @@ def planned_batch(
         reference_kind: As in `PlannedRun.reference_kind`.
         size: The size of the micro-batch.
         recorder: Ignores the micro-batch's tensors, and is notified of which model runs.
+        leaves_adapter_out: Whether a reference is the model without its adapter.
     """
     batch, plain = _batch(model, size), _UnshardedModel(model)
     recorder.num_recorded_predictions = num_recorded_predictions(model)
@@ -242,7 +250,9 @@ def planned_batch(
         targets = Targets(torch.zeros(shape), torch.zeros(shape, dtype=torch.int32))
         recorder.ignore([targets.log_probs, targets.tokens])
     recorder.ignore([*batch.tensors()])
-    reference = _FakeReference(plain, reference_kind, recorder, targets, size.num_targets, size.num_predictions)
+    reference = _FakeReference(
+        plain, reference_kind, leaves_adapter_out, recorder, targets, size.num_targets, size.num_predictions
+    )
     return PlannedBatch(plain, batch, objective, reference)
 
 
@@ -262,7 +272,11 @@ def _batch(model: PreTrainedModel, size: BatchSize) -> DeviceBatch:
     ranks = _SilentRanks(chunks_of_ranks(num_parts, method))
     whole = torch.zeros((num_rows, length * num_parts), dtype=torch.long)
     inputs |= {name: torch.ones((num_rows, length), dtype=torch.long) for name in ("position_ids", "attention_mask")}
-    return DeviceBatch(inputs, labels, label_positions, sequence=WholeSequence(ranks, whole))
+    sequence = WholeSequence(ranks, whole)
+    if size.rows == PACKED:  # two documents in each chunk
+        edges = np.broadcast_to(np.array([0, 1]), (num_rows, ranks.num_chunks, 2))
+        sequence = replace(sequence, documents=torch.zeros_like(whole), edges=edges)
+    return DeviceBatch(inputs, labels, label_positions, sequence=sequence)
 
 
 def _with_an_answer_a_row(batch: DeviceBatch) -> DeviceBatch:

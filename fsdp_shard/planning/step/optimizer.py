@@ -3,14 +3,13 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from itertools import zip_longest
 from math import prod
 
 import torch
 from torch import nn
 
 from fsdp_shard.planning.step.recording.recorder import Recorder
-from fsdp_shard.training import OptimConfig
+from fsdp_shard.training import OptimConfig, update_rounds
 from fsdp_shard.utils import DataDependentOutputException, FakeTensorMode, one_thread
 
 _LARGE = 1 << 16  # number of elements above which a matrix's rows and columns do not matter
@@ -161,7 +160,7 @@ def exchange_bytes(
             (docs/benchmarks.md).
     """
     most, values = 0, 3 if on_gpu else 2
-    for names in zip_longest(*owned):
+    for names in update_rounds(owned, dtypes):
         own = names[rank]
         sent = sum(held.get(name, 0) for name in names if name is not None)
         whole = 0 if own is None else prod(shapes[own]) * dtypes[own].itemsize

@@ -264,9 +264,10 @@ def _training(
     live: LiveStorages,
 ) -> TrainingRun:
     """The run before its first step, on fake tensors."""
+    elements = _elements_per_rank(built, run)  # FSDP1 has other parameters
     model = _sharded(built.model, run, context)
     live.mark(model.module.parameters(), "parameters")
-    optimizer = build_optimizer(run.optim, model, context, built.adapter, _elements_per_rank(built, run))
+    optimizer = build_optimizer(run.optim, model, context, built.adapter, elements)
     num_batches = min(run.num_micro_batches, _MICRO_BATCHES)
     settings = replace(
         run.train, steps=_STEPS, epochs=None, schedule="constant", warmup_steps=0, profile=[],

@@ -79,6 +79,7 @@ class FinetuneSaver(BackgroundSaver):
         self.copy_before_steps_of([content.optimizer])
         self._watch = GroupWatch(content.optimizer) if config.optimizer else None
         self._optimizer_is_checked = self._states_were_compared = False
+        self._belated: tuple[int, float | None] = 0, None  # a step that was saved before its evaluation, and its loss
 
     def is_due(self, state: TrainerState, num_steps: int) -> bool:
         """Return whether the settings require a save after the step of `state`, in a run of `num_steps` steps."""
@@ -173,6 +174,7 @@ class FinetuneSaver(BackgroundSaver):
     def _mark_if_best(self, state: TrainerState) -> None:
         if self._is_best(state):
             self._publisher.mark_best(state.step)
+            self._belated = state.step, state.held_out_loss
 
     def _is_best(self, state: TrainerState) -> bool:
         """Return whether a step has a lower held-out loss than the saved step marked as the best; on rank 0.
@@ -188,9 +190,10 @@ class FinetuneSaver(BackgroundSaver):
         before = read_trainer(self._publisher.store.path(marked))
         if before.held_out != state.held_out:  # another loss
             return True
-        if before.held_out_loss is None:  # saved by an older version, or before it was evaluated
+        before_loss = self._belated[1] if marked == self._belated[0] else before.held_out_loss
+        if before_loss is None:  # saved by an older version, or before it was evaluated
             return state.is_best
-        return loss < before.held_out_loss
+        return loss < before_loss
 
 
 def _begin(store: checkpoint.StepStore, model_files: Mapping[str, bytes]) -> None:

@@ -1,13 +1,13 @@
 """Optimizers whose updates need full parameters, for sharded parameters: each is updated by the rank that owns it.
 
-A step works in rounds of one parameter per owner. The owner gathers the shards of its gradient and its values, updates
-them as in a single process, and scatters the values back. Updates are therefore bit-equal to those of one process under
-any wrapper and number of ranks, and a rank holds at most one full parameter and its gradient. The state stays with the
-owner.
+A step works in rounds of one parameter per owner, all of one dtype. The owner gathers the shards of its gradient and
+its values, updates them as in a single process, and scatters the values back. Updates are therefore bit-equal to those
+of one process under any wrapper and number of ranks, and a rank holds at most one full parameter and its gradient. The
+state stays with the owner.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class FullParamOptimizer(torch.optim.Optimizer):
                 inner["lr"] = outer["lr"]
         trained = self._with_gradients()
         owned = [[name for name in names if name in trained] for names in self._owned]
-        for names in itertools.zip_longest(*owned):
+        for names in update_rounds(owned, {name: shard.data.dtype for name, shard in self._shards.items()}):
             self._update(names)
 
     def state_shards(self) -> dict[str, LocalShard]:
@@ -140,6 +140,17 @@ class FullParamOptimizer(torch.optim.Optimizer):
         result = flat.new_empty(sum(received))
         dist.all_to_all_single(result, flat, received, lengths, group=self._group)
         return result
+
+
+def update_rounds(
+    owned: Sequence[Sequence[str]], dtypes: Mapping[str, torch.dtype]
+) -> Iterator[tuple[str | None, ...]]:
+    """Yield the parameters that are updated at the same time, one or None for each of their owners.
+
+    They have one dtype, as what they exchange is joined, which would be promoted.
+    """
+    for dtype in dict.fromkeys(dtypes.values()):
+        yield from itertools.zip_longest(*([name for name in names if dtypes[name] == dtype] for names in owned))
 
 
 def _lengths(shards: Mapping[str, LocalShard], group: dist.ProcessGroup) -> dict[str, list[int]]:
