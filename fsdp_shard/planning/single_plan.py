@@ -32,7 +32,11 @@ def plan_one(
 
     hardware = planned_hardware(config, run.num_ranks)
     planner, memory_bytes = planner_for(config, model_config, run, hardware), hardware.memory_bytes
-    plan, cost, host = planner.plan(run), planner.cost(run), planner.host_of(run)
+    try:
+        plan, cost, host = planner.plan(run), planner.cost(run), planner.host_of(run)
+    except InputError:
+        planner.check(run)  # finetune says first that settings cannot be combined
+        raise
     check_device(config.device, hardware, missing_figures(cost, hardware))
     lines, found, misfit = [plan_report(plan, memory_bytes, host)], None, None
     refused: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import fsdp_shard as fs
 from fsdp_shard.planning.report import plan_report
@@ -127,6 +128,12 @@ def test_settings_that_training_would_refuse_are_said(tmp_path: Path) -> None:
     assert "finetune would refuse these settings: optim.not_muon has foo" in muon.out, muon.err
     divided = run_recipe("plan", tmp_path / "divided", *typed, "adapter=lora", "shard.tensor_parallel=2")
     assert (divided.status, "adapter=lora cannot be combined" in divided.err) == (2, True), divided.err
+    GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=64)).save_pretrained(tmp_path / "gpt2")
+    gpt2 = [f"model.path={tmp_path / 'gpt2'}", *typed[1:], "optim=muon", "shard.tensor_parallel=2"]
+    both = run_recipe("plan", tmp_path / "both", *gpt2)
+    assert (both.status, "cannot gather with shard.tensor_parallel=2" in both.err) == (2, True), (
+        "as finetune says first"
+    )
     reward = run_recipe("plan", tmp_path / "reward", *typed, "objective=reward")
     assert (reward.status, "model.labels=[reward]" in reward.err) == (2, True), reward.err
 

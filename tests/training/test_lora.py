@@ -329,6 +329,10 @@ def test_what_cannot_go_on_says_so(
         ),
         ("adapter.exclude_modules=[o_prj]", ["adapter.exclude_modules has o_prj"]),
         (
+            "adapter={target_modules: [q_proj, up_proj], modules_to_save: [up_proj]}",
+            ["target_modules has up_proj, but the model has such modules only where adapter.modules_to_save excludes"],
+        ),
+        (
             "adapter={target_modules: [q_proj, o_proj], exclude_modules: [o_proj]}",
             ["target_modules has o_proj, but the model has such modules only where adapter.exclude_modules"],
         ),

@@ -402,6 +402,7 @@ def _check_found(model: PreTrainedModel, config: LoraConfig, modules: Sequence[s
                 why = f"{type(model).__name__} has no such module."
                 if setting == "target_modules" and any(_matches(name, part) for name in modules):
                     limits = [f"adapter.{name}" for name in _LIMITS if getattr(config, name)]
+                    limits = limits or ["adapter.modules_to_save"]
                     why = f"the model has such modules only where {' or '.join(limits)} excludes them; remove one."
                 raise ConfigError(f"adapter.{setting} has {part}, but {why}")
     if config.lora_plus_embedding_lr is not None and not embeddings:
