@@ -185,14 +185,13 @@ def _run(
 def _as_in_a_process_of_its_own() -> Iterator[None]:
     """Run with torch's defaults instead of the caller's, and preserve the caller's random state.
 
-    A command is what its settings say: its figures do not depend on the default dtype, device or precision of who calls
-    it, nor on autocast, and it seeds all generators.
+    A command is what its settings say: its figures do not depend on the default dtype or device of who calls it, nor
+    on autocast, and it seeds all generators.
     """
     import numpy as np
     import torch
 
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
-    precision = torch.get_float32_matmul_precision()
     states = random.getstate(), np.random.get_state()
     on_gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with (
@@ -204,12 +203,10 @@ def _as_in_a_process_of_its_own() -> Iterator[None]:
         nullcontext() if device.type == "cpu" else torch.device("cpu"),
     ):
         torch.set_default_dtype(torch.float32)
-        torch.set_float32_matmul_precision("highest")
         try:
             yield
         finally:
             torch.set_default_dtype(dtype)
-            torch.set_float32_matmul_precision(precision)
             random.setstate(states[0])
             np.random.set_state(states[1])
 

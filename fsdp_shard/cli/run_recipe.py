@@ -408,15 +408,12 @@ def load_recipe(path: str | Path) -> Recipe[Any]:
 
 @contextmanager
 def _siblings_importable(file: Path) -> Iterator[None]:
-    """Make the modules beside an own recipe importable within the block.
+    """Make the modules beside a recipe importable within the block.
 
-    Shipped ones import none, and would shadow packages: `recipes/evaluate.py` is not the `evaluate` of Hugging Face,
-    which lm-evaluation-harness imports.
+    Those beside a shipped one come last: `recipes/evaluate.py` is not the `evaluate` of Hugging Face, which
+    lm-evaluation-harness imports.
     """
-    if is_shipped(file):
-        yield
-        return
-    sys.path.insert(0, str(file.parent))
+    sys.path.insert(len(sys.path) if is_shipped(file) else 0, str(file.parent))
     try:
         yield
     finally:

@@ -182,7 +182,7 @@ def _date_warning(source: DataConfig, task: str, tokenizer: Tokenizer) -> str:
 
 def _begins_with_conversation(source: DataConfig, task: str) -> bool:
     kind = kind_of(source, task)
-    first = list(islice(open_source(source, False).rows(kind.columns), 1))
+    first = list(islice(open_source(source, False).rows(kind.columns), _NUM_LOOKED_AT))
     return bool(conversations_of([kind.read(row) for row in first]))
 
 

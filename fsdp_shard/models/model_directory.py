@@ -109,7 +109,8 @@ def check_model_files(directory: Path) -> None:
                 _check_file(directory / name, limit)
         if (templates := directory / _TEMPLATES).is_dir():
             for name in _names(templates):
-                _check_file(templates / name, "config_bytes")
+                if name.endswith(".jinja"):
+                    _check_file(templates / name, "config_bytes")
     except CheckpointError as error:
         raise ModelError(str(error)) from error
     except OSError as error:

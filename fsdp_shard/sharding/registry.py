@@ -169,6 +169,7 @@ def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2",
 
     refuse_wrapped(model)
     warn_of_batch_norms(model, context)
+    config.check_supported(model)
     check_dtypes(model, config)
     complete_buffers(model, context)
     sharded = config.shard(model, context)

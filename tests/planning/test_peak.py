@@ -300,6 +300,18 @@ _SETTINGS = {
     "packed sequences over 2, ring": Setting(
         shard={"context_parallel": 2, "context_method": "ring"}, rows=3, length=128, is_packed=True
     ),
+    "packed kto, sequences over 2, ulysses": Setting(
+        objective=_KTO(reference="sharded"),
+        shard={"context_parallel": 2, "context_method": "ulysses"},
+        length=128,
+        is_packed=True,
+    ),
+    "packed kto, sequences over 2, ring": Setting(
+        objective=_KTO(reference="sharded"),
+        shard={"context_parallel": 2, "context_method": "ring"},
+        length=128,
+        is_packed=True,
+    ),
     "pairs over 2, ring": Setting(
         objective=_DPO(reference="sharded"), shard={"context_parallel": 2, "context_method": "ring"}, length=128
     ),

@@ -93,6 +93,8 @@ def move_directory(source: Path, target: Path, *, replace: bool, sync: bool = Tr
     old = source
     if not _exchange(source, target):
         old = _replaced_name(target)
+        if os.path.lexists(old):
+            raise FileExistsError(errno.EEXIST, f"{old} is left of an earlier replacement; delete it", str(old))
         os.rename(target, old)
         os.rename(source, target)
     fsync_path(target.parent)
@@ -100,15 +102,11 @@ def move_directory(source: Path, target: Path, *, replace: bool, sync: bool = Tr
 
 
 def recover(target: Path) -> None:
-    """Finish a `move_directory` that a crash interrupted: restore the old directory, or delete it if it is replaced."""
+    """Undo a `move_directory` that a crash interrupted between its two renames: restore the old directory."""
     old = _replaced_name(target)
-    if not old.is_dir() or old.is_symlink():
-        return
-    if os.path.lexists(target):
-        shutil.rmtree(old, ignore_errors=True)
-        return
-    os.rename(old, target)
-    fsync_path(target.parent)
+    if old.is_dir() and not old.is_symlink() and not os.path.lexists(target):
+        os.rename(old, target)
+        fsync_path(target.parent)
 
 
 def _replaced_name(target: Path) -> Path:

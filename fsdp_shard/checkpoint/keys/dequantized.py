@@ -52,7 +52,7 @@ def dequantize(index: TensorIndex, dtype: str | None) -> TensorIndex:
         dtype: safetensors name of the new dtype; None: that in config.json, else that of the weights in floating point.
 
     Raises:
-        CheckpointError: Weights are not quantized by either method, or scales do not fit their weights.
+        CheckpointError: Weights are not quantized by one of these methods, or scales do not fit their weights.
     """
     method = quantization(index)
     if method not in DEQUANTIZED:
@@ -80,8 +80,9 @@ def dequantize(index: TensorIndex, dtype: str | None) -> TensorIndex:
     if not dropped:
         example = next((name for name, entry in tensors.items() if kind_of(entry.dtype) == "integer"), index.names[0])
         raise CheckpointError(
-            f"{index.path} is quantized by {method}, but no scales are named {_SCALE} and no codes {_BLOCKS}, so it is "
-            f"not known how to dequantize it ({example} is {tensors[example].dtype}); {_ADVICE}."
+            f"{index.path} is quantized by {method}, but no scales are named {_SCALE} (or {' or '.join(_OTHER_NAMES)}) "
+            f"and no codes {_BLOCKS}, so it is not known how to dequantize it ({example} is {tensors[example].dtype}); "
+            f"{_ADVICE}."
         )
     return dequantized
 

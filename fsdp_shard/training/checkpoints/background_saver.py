@@ -177,8 +177,9 @@ class BackgroundSaver:
             saved = run_on_all(self._ranks, lambda: self._result_or_save_error(step, result))
         except StorageError as error:
             self._num_failures += 1
-            what = "uploaded, and is in the run directory only" if isinstance(error, RemoteError) else "saved"
-            self._failed = type(error)(f"Step {step} could not be {what}. {error} Earlier checkpoints are kept.")
+            self._failed = type(error)(
+                f"Step {step} could not be {_missed(error)}. {error} Earlier checkpoints are kept."
+            )
             if self._num_failures >= self._config.max_failures:
                 raise self._failed from error
             limit = f"{self._prefix}max_failures={self._config.max_failures}"
@@ -231,10 +232,14 @@ class BackgroundSaver:
         if not running.outcome.done():
             self._log.warn(f"Step {running.step} was not on the disk yet when the process stopped waiting for it.")
         elif (failed := running.outcome.exception()) is not None:
-            self._log.warn(f"Step {running.step} could not be saved. {failed}")
+            self._log.warn(f"Step {running.step} could not be {_missed(failed)}. {failed}")
         else:
             self._log.saved(running.outcome.result().directory)
         self._forget(running)
+
+
+def _missed(error: BaseException) -> str:
+    return "uploaded, and is in the run directory only" if isinstance(error, RemoteError) else "saved"
 
 
 def _is_success(error: BaseException) -> bool:

@@ -130,6 +130,7 @@ class DeviceBatch:
             labels=labels,
             label_positions=torch.nonzero(labels.flatten() != IGNORE_INDEX).flatten(),
             extras={name: value[:, row : row + 1] for name, value in self.extras.items() if value.ndim > 1},
+            sequence=None if self.sequence is None else self.sequence.rows(row),
             packed=None if self.packed is None else self.packed.of_row(row),
             own=None if self.own is None else self.own.rows(row, labels),
         )

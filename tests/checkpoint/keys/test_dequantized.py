@@ -435,7 +435,7 @@ OTHER_FORMS: dict[str, tuple[str, Tensors, str]] = {
     "unknown scales": (
         "fp8",
         {"x.weight": torch.ones(32, 16, dtype=torch.int8), "x.range": torch.ones(32)},
-        r"no scales are named _scale_inv and no codes _blocks.*x\.weight is I8",
+        r"no scales are named _scale_inv .* and no codes _blocks.*x\.weight is I8",
     ),
 }
 

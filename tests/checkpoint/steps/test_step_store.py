@@ -114,25 +114,31 @@ def test_directories_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.Monk
     assert [entry.name for entry in tmp_path.iterdir()] == ["target"]
 
 
-def test_what_is_left_of_a_replaced_directory_is_deleted_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_of_a_replaced_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS has no exchange of names and keeps the files of a deleted directory that are still open."""
     monkeypatch.setattr(atomicity, "_exchange", lambda one, other: False)
-    target = tmp_path / "target"
-    rmdir = os.rmdir
+    target, rmdir = tmp_path / "target", os.rmdir
 
     def busy(path: Path, **options: Any) -> None:
-        if path.name == ".target.replaced" and (target / "file-1").exists():  # while it replaces file-0
+        if path.name == ".target.replaced":
             raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
         rmdir(path, **options)
 
+    def write(number: int) -> None:
+        atomicity.recover(target)
+        with atomicity.new_directory(target, 0, replace=True) as new:
+            (new / f"file-{number}").write_text("")
+
     with monkeypatch.context() as patch:
         patch.setattr(os, "rmdir", busy)
-        for number in range(3):
-            atomicity.recover(target)
-            with atomicity.new_directory(target, 0, replace=True) as new:
-                (new / f"file-{number}").write_text("")
-    assert [entry.name for entry in target.iterdir()] == ["file-2"]
-    atomicity.recover(target)
+        write(0)
+        write(1)
+    assert [entry.name for entry in target.iterdir()] == ["file-1"], "it is there, and no error says otherwise"
+    with pytest.raises(SaveError, match=r"\.target\.replaced is left of an earlier replacement; delete it"):
+        write(2)
+    assert [entry.name for entry in target.iterdir()] == ["file-1"]
+    (tmp_path / ".target.replaced").rmdir()
+    write(2)
     assert os.listdir(tmp_path) == ["target"]
 
 
