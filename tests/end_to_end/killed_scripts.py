@@ -54,8 +54,9 @@ class ForkedScript:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all ranks have come to their end."""
-        return not any(process.is_alive() for process in self._ranks)
+        """Whether all ranks have come to their end, or one has failed, for which the others may wait for half an hour."""
+        ends = [process.exitcode for process in self._ranks]
+        return None not in ends or any(ends)
 
     def wait(self, seconds: float = 120) -> str:
         """What they print up to their end, which must be a good one."""
