@@ -54,7 +54,7 @@ class ForkedScript:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all ranks have come to their end, or one has failed, for which the others may wait for half an hour."""
+        """Whether all ranks have come to their end, or one has failed: the others may wait for it for half an hour."""
         ends = [process.exitcode for process in self._ranks]
         return None not in ends or any(ends)
 
