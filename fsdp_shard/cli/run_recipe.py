@@ -408,9 +408,9 @@ def load_recipe(path: str | Path) -> Recipe[Any]:
 
 @contextmanager
 def _siblings_importable(file: Path) -> Iterator[None]:
-    """Make the modules beside a recipe importable within the block.
+    """Make the modules in a recipe's directory importable within the block.
 
-    Those beside a shipped one come last: `recipes/evaluate.py` is not the `evaluate` of Hugging Face, which
+    Those of shipped recipes come last: `recipes/evaluate.py` is not the `evaluate` of Hugging Face, which
     lm-evaluation-harness imports.
     """
     sys.path.insert(len(sys.path) if is_shipped(file) else 0, str(file.parent))

@@ -171,7 +171,7 @@ def _date_warning(source: DataConfig, task: str, tokenizer: Tokenizer) -> str:
     """Return a warning if the chat template writes today's date, which changes the trained tokens from day to day."""
     if source.kind not in (CHAT, PREFERENCE) or not writes_date(with_chat_template(tokenizer, source)):
         return ""
-    if source.kind == PREFERENCE and not _begins_with_conversation(source, task):  # text without a template
+    if source.kind == PREFERENCE and not _has_conversations(source, task):  # text without a template
         return ""
     return (
         f"warning: {source.section}.path={source.path}: the chat template writes today's date into each conversation, "
@@ -180,7 +180,7 @@ def _date_warning(source: DataConfig, task: str, tokenizer: Tokenizer) -> str:
     )
 
 
-def _begins_with_conversation(source: DataConfig, task: str) -> bool:
+def _has_conversations(source: DataConfig, task: str) -> bool:
     kind = kind_of(source, task)
     first = list(islice(open_source(source, False).rows(kind.columns), _NUM_LOOKED_AT))
     return bool(conversations_of([kind.read(row) for row in first]))

@@ -16,8 +16,10 @@ from fsdp_shard.utils import format_size, say
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from fsdp_shard.planning.memory_plan import MemoryPlan
+    from fsdp_shard.planning.costs.step_cost import StepCost
+    from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan
     from fsdp_shard.planning.planned_run import PlannedRun
+    from fsdp_shard.planning.search.planner import Planner
 
 
 def plan_one(
@@ -32,11 +34,7 @@ def plan_one(
 
     hardware = planned_hardware(config, run.num_ranks)
     planner, memory_bytes = planner_for(config, model_config, run, hardware), hardware.memory_bytes
-    try:
-        plan, cost, host = planner.plan(run), planner.cost(run), planner.host_of(run)
-    except InputError:
-        planner.check(run)  # finetune says first that settings cannot be combined
-        raise
+    plan, cost, host = _plans(planner, run)
     check_device(config.device, hardware, missing_figures(cost, hardware))
     lines, found, misfit = [plan_report(plan, memory_bytes, host)], None, None
     refused: str | None = None
@@ -81,6 +79,15 @@ def plan_one(
     }
     text = "\n".join(lines) + trace_text + dispatch_text
     return PlanResult(model, text, all_figures, misfit, memory=plan, memory_bytes=memory_bytes, host=host)
+
+
+def _plans(planner: Planner, run: PlannedRun) -> tuple[MemoryPlan, StepCost, HostMemory | None]:
+    """Return the plans of memory, of a step and of host memory; of several errors, raise the one that finetune does."""
+    try:
+        return planner.plan(run), planner.cost(run), planner.host_of(run)
+    except InputError:
+        planner.check(run)  # finetune looks first at which settings cannot be combined
+        raise
 
 
 def _teacher_line(distill: DistillConfig) -> str:

@@ -304,7 +304,7 @@ class Checkpointer:
             self._signal = self._exit_stack.enter_context(StopSignal())
         if not any_stop_signal(self._signal, self._ranks):
             return False
-        self._saver.wait()  # which leaves out a tolerated failure: this step is saved nevertheless
+        self._saver.wait()  # self.wait() would also raise the error of an earlier save that was tolerated
         if step not in run_on_main(self._ranks, self._store.steps):
             self.save(step, model, optimizer, **arguments)
             self.wait()
